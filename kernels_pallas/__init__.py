@@ -1,0 +1,1 @@
+"""Attention and sparse kernels: the ground floor, which imports jax only."""

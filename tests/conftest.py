@@ -1,0 +1,11 @@
+"""Four virtual CPU devices, strict rank promotion, no surprises by platform."""
+
+import os
+
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+
+import jax  # noqa: E402
+
+jax.config.update('jax_num_cpu_devices', 4)
+jax.config.update('jax_numpy_rank_promotion', 'raise')

@@ -1,0 +1,3 @@
+"""Runners: what turns a config into an `Experiment` for the loop."""
+
+__all__ = []

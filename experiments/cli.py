@@ -5,7 +5,6 @@ with one line on stderr and exit code 2, before jax is imported.
 """
 
 import difflib
-import functools
 import importlib
 import importlib.util
 import os
@@ -77,6 +76,12 @@ def _meant(name: str, known: Iterable[str]) -> str:
   return f'; did you mean {" or ".join(close)}?' if close else ''
 
 
+def _get(config: Any, keys: Iterable[str]) -> Any:
+  for key in keys:
+    config = config[key]
+  return config
+
+
 def _leaves(config: config_dict.ConfigDict, prefix: str = '') -> list[str]:
   names = []
   for key, value in config.items():
@@ -91,7 +96,7 @@ def _close_fields(
   config: config_dict.ConfigDict, parts: Sequence[str], depth: int
 ) -> str:
   """A did-you-mean for parts[depth], which its level does not have."""
-  level = functools.reduce(lambda node, part: node[part], parts[:depth], config)
+  level = _get(config, parts[:depth])
   fixed = difflib.get_close_matches(parts[depth], list(level), 1, 0.6)
   if fixed:
     return f'; did you mean {".".join([*parts[:depth], *fixed])}?'
@@ -113,20 +118,22 @@ def unknown_field(config: config_dict.ConfigDict, path: str) -> str | None:
     One line with the closest fields of the whole config and the fields of
     the level at which the path leaves it.
   """
-  node, parts = config, path.split('.')
+  parts = path.split('.')
+  node: Any = config
   for depth, part in enumerate(parts):
-    key = part.split('[', 1)[0]  # an element of a tuple: `sizes[0]`
+    if '[' in part:
+      return f'{path!r}: a tuple is set as a whole, for example "(1, 2)"'
     if not isinstance(node, config_dict.ConfigDict):
       parent = '.'.join(parts[:depth])
       return f'config field {parent!r} holds a value, it has no field {part!r}'
-    if key not in node:
+    if part not in node:
       level = '.'.join(['config', *parts[:depth]])
       hint = _close_fields(config, parts, depth)
       return (
         f'unknown config field {path!r}{hint}'
         f' ({level} has: {", ".join(sorted(node))})'
       )
-    node = node[key]
+    node = node[part]
   return None
 
 
@@ -205,7 +212,7 @@ def _explain(error: Exception, argv: Sequence[str]) -> str:
 
 def _wrong_type(config: config_dict.ConfigDict, path: str, value: Any) -> str:
   *parents, key = path.split('.')
-  node = functools.reduce(lambda node, part: node[part], parents, config)
+  node = _get(config, parents)
   kind = node.get_type(key)
   if issubclass(kind, config_dict.ConfigDict):
     return f'config field {path!r} is a group; set one of its fields'
@@ -223,8 +230,7 @@ def _check_tuples(argv: Sequence[str]) -> None:
   before, after = load_config(spec), flags.FLAGS['config'].value
   for path in _overrides(argv):
     keys = path.split('.')
-    old = functools.reduce(lambda node, key: node[key], keys, before)
-    new = functools.reduce(lambda node, key: node[key], keys, after)
+    old, new = _get(before, keys), _get(after, keys)
     if not isinstance(old, tuple) or not old:
       continue
     kinds = {type(x) for x in old}

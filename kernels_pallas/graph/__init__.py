@@ -1,0 +1,20 @@
+"""Message passing on patch graphs stored as tables of neighbours (ELL)."""
+
+from kernels_pallas.graph.api import (
+  ell_diffuse2,
+  ell_sddmm,
+  ell_spmm,
+  ell_transpose,
+)
+from kernels_pallas.graph.halo import halo_exchange, shard_graph
+from kernels_pallas.graph.patch_graph import PatchGraph
+
+__all__ = [
+  'PatchGraph',
+  'ell_diffuse2',
+  'ell_sddmm',
+  'ell_spmm',
+  'ell_transpose',
+  'halo_exchange',
+  'shard_graph',
+]

@@ -1,0 +1,211 @@
+"""Message passing on patch graphs: weighted sums and edge inner products.
+
+Axes: N nodes, K slots per node, D features. Leading batch axes [...] are part
+of the interface and must agree in all arguments. Where `graph.axis_name` is
+set the nodes of one graph are split over that mesh axis, and these functions
+must be called inside `shard_map`.
+
+`implementation` chooses the code path: None is the fastest one for the
+platform, differentiable in reverse mode to any order; "xla" is plain
+jax.numpy without rules of its own, which also has forward mode.
+"""
+
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.graph import reference, vjp
+from kernels_pallas.graph.patch_graph import PatchGraph
+
+__all__ = [
+  'ell_diffuse2',
+  'ell_sddmm',
+  'ell_spmm',
+  'ell_transpose',
+]
+
+
+def _path(implementation: str | None) -> ModuleType:
+  if implementation is None:
+    return vjp
+  if implementation == 'xla':
+    return reference
+  raise ValueError(
+    f'implementation={implementation!r} is not available for graph '
+    'operations: their Pallas bodies do not exist yet; use None (own '
+    'derivatives, any order of reverse mode) or "xla" (plain jax.numpy)'
+  )
+
+
+def _check(graph: PatchGraph, **arrays: jax.Array) -> None:
+  """Edge arrays are called w*, node arrays anything else."""
+  if not isinstance(graph, PatchGraph):
+    raise TypeError(
+      f'graph must be a PatchGraph, got {type(graph).__name__}; build one '
+      'with tmlib.ops.graph.ell_from_grid'
+    )
+  if graph.nbr.ndim < 2:
+    raise ValueError(
+      f'graph.nbr has shape {graph.nbr.shape}, expected [..., N, K]'
+    )
+  for name, array in arrays.items():
+    edges = name.startswith('w')
+    lead = graph.nbr.shape if edges else graph.nbr.shape[:-1]
+    rank = graph.nbr.ndim
+    if array.ndim != rank or array.shape[: len(lead)] != lead:
+      want = '[..., N, K]' if edges else '[..., N, D]'
+      raise ValueError(
+        f'{name} has shape {array.shape}, expected {want} with the graph '
+        f'table {graph.nbr.shape} [..., N, K]; use jax.vmap to share one '
+        'graph between several inputs'
+      )
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+      raise TypeError(
+        f'{name} has dtype {array.dtype}, expected a floating dtype'
+      )
+
+
+def ell_spmm(
+  graph: PatchGraph,
+  w: jax.Array,
+  x: jax.Array,
+  *,
+  implementation: str | None = None,
+) -> jax.Array:
+  r"""Weighted sum over neighbours: y_i = sum_k w_ik x[nbr_ik].
+
+  Sums run in float32 or wider. Empty slots count as zero whatever they hold,
+  and a node without neighbours gets zero.
+
+  Args:
+    graph: the graph, table [..., N, K].
+    w: [..., N, K], float, a weight per directed edge.
+    x: [..., N, D], float, features.
+    implementation: None or "xla", see the module docstring.
+
+  Returns:
+    [..., N, D], dtype of x.
+
+  Raises:
+    ValueError: on shapes that disagree or an unknown implementation.
+    TypeError: on anything but a PatchGraph and floating arrays.
+  """
+  path = _path(implementation)
+  w, x = jnp.asarray(w), jnp.asarray(x)
+  _check(graph, w=w, x=x)
+  return path.spmm(graph, w, x)
+
+
+def ell_sddmm(
+  graph: PatchGraph,
+  a: jax.Array,
+  b: jax.Array,
+  *,
+  implementation: str | None = None,
+) -> jax.Array:
+  r"""Inner products along edges: e_ik = <a_i, b[nbr_ik]>.
+
+  Args:
+    graph: the graph, table [..., N, K].
+    a: [..., N, D], float, features at the tail of the edge.
+    b: [..., N, D], float, features at its head.
+    implementation: None or "xla", see the module docstring.
+
+  Returns:
+    [..., N, K], the promoted dtype of a and b; zero in empty slots.
+
+  Raises:
+    ValueError: on shapes that disagree or an unknown implementation.
+    TypeError: on anything but a PatchGraph and floating arrays.
+  """
+  path = _path(implementation)
+  a, b = jnp.asarray(a), jnp.asarray(b)
+  _check(graph, a=a, b=b)
+  if a.shape != b.shape:
+    raise ValueError(f'a has shape {a.shape} but b has shape {b.shape}')
+  return path.sddmm(graph, a, b)
+
+
+def ell_transpose(
+  graph: PatchGraph, w: jax.Array, *, implementation: str | None = None
+) -> jax.Array:
+  r"""Weights of the opposite edges: w^T_ik = w[nbr_ik, rev_ik].
+
+  Args:
+    graph: the graph, table [..., N, K].
+    w: [..., N, K], float, a weight per directed edge.
+    implementation: None or "xla", see the module docstring.
+
+  Returns:
+    [..., N, K]; zero in empty slots.
+
+  Raises:
+    ValueError: on shapes that disagree or an unknown implementation.
+    TypeError: on anything but a PatchGraph and floating arrays.
+  """
+  path = _path(implementation)
+  w = jnp.asarray(w)
+  _check(graph, w=w)
+  return path.transpose(graph, w)
+
+
+def _gate(value: jax.Array | float, name: str, x: jax.Array) -> jax.Array:
+  """Broadcasts [], [D] or [..., 1, D] to [..., 1, D] over the batch of x."""
+  value = jnp.asarray(value)
+  if not jnp.issubdtype(value.dtype, jnp.floating):
+    value = value.astype(jnp.float32)
+  shape = (*x.shape[:-2], 1, x.shape[-1])
+  full = value
+  if value.ndim < x.ndim:
+    full = value.reshape((1,) * (x.ndim - value.ndim) + value.shape)
+  fits = full.ndim == x.ndim and all(
+    size in (1, want) for size, want in zip(full.shape, shape, strict=True)
+  )
+  if not fits:
+    raise ValueError(
+      f'{name} has shape {value.shape}, expected a scalar, [D] or [..., 1, D] '
+      f'for x of shape {x.shape}; a factor that varies over nodes belongs '
+      'into the weights'
+    )
+  return jnp.broadcast_to(full, shape)
+
+
+def ell_diffuse2(
+  graph: PatchGraph,
+  wa: jax.Array,
+  wb: jax.Array,
+  alpha: jax.Array | float,
+  eta: jax.Array | float,
+  x: jax.Array,
+  *,
+  implementation: str | None = None,
+) -> jax.Array:
+  r"""Two diffusions in one pass over the neighbours.
+
+  y_i = sum_k (alpha * wa_ik + eta * wb_ik) * (x[nbr_ik] - x_i), where alpha and
+  eta weigh features and * is elementwise. Differences, not a difference of
+  sums: a constant field gives exactly zero. Differentiable in everything but
+  the graph.
+
+  Args:
+    graph: the graph, table [..., N, K].
+    wa: [..., N, K], float, weights of the first diffusion.
+    wb: [..., N, K], float, weights of the second one.
+    alpha: scalar, [D] or [..., 1, D], rate of the first one per feature.
+    eta: scalar, [D] or [..., 1, D], rate of the second one per feature.
+    x: [..., N, D], float, features.
+    implementation: None or "xla", see the module docstring.
+
+  Returns:
+    [..., N, D], dtype of x; zero for a node without neighbours.
+
+  Raises:
+    ValueError: on shapes that disagree or an unknown implementation.
+    TypeError: on anything but a PatchGraph and floating arrays.
+  """
+  path = _path(implementation)
+  wa, wb, x = jnp.asarray(wa), jnp.asarray(wb), jnp.asarray(x)
+  _check(graph, wa=wa, wb=wb, x=x)
+  gates = _gate(alpha, 'alpha', x), _gate(eta, 'eta', x)
+  return path.gated_deltas(graph, (wa, wb), gates, x)

@@ -1,0 +1,53 @@
+"""The one training loop, and the contract that every method meets."""
+
+from tmlib.train.checkpoint import Checkpoints, load_params
+from tmlib.train.data import (
+  Data,
+  array_data,
+  pass_data,
+  run_data,
+  source_data,
+)
+from tmlib.train.evaluate import Evaluated
+from tmlib.train.layout import (
+  Layout,
+  fsdp,
+  make_mesh,
+  parse_rules,
+  replicate,
+  shard_dim,
+)
+from tmlib.train.loop import Result, Stage, fit
+from tmlib.train.method import Batch, Build, Evaluation, Method, Metrics, State
+from tmlib.train.options import Options
+from tmlib.train.update import TrainState, gradient_method, make_update
+
+__all__ = [
+  'Batch',
+  'Build',
+  'Checkpoints',
+  'Data',
+  'Evaluated',
+  'Evaluation',
+  'Layout',
+  'Method',
+  'Metrics',
+  'Options',
+  'Result',
+  'Stage',
+  'State',
+  'TrainState',
+  'array_data',
+  'fit',
+  'fsdp',
+  'gradient_method',
+  'load_params',
+  'make_mesh',
+  'make_update',
+  'parse_rules',
+  'pass_data',
+  'replicate',
+  'run_data',
+  'shard_dim',
+  'source_data',
+]

@@ -1,0 +1,325 @@
+"""Checkpoints that can be trusted: a thin wrapper around Orbax.
+
+It adds what users of Orbax ask for: the newest *complete* step is picked,
+a changed experiment is refused with a readable difference, and a save that
+failed in the background stops the run with its cause.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import logging
+
+__all__ = ['Checkpoints', 'Meta', 'check_resume', 'differences', 'load_params']
+
+
+class Meta(NamedTuple):
+  """What is stored beside the state.
+
+  Attributes:
+    step: updates done.
+    stage: index of the stage that the state belongs to.
+    identity: what must not change on resume (model, data, optimizer, seed).
+    fingerprint: of the data stream.
+    progress: seconds and steps of the chronometer.
+  """
+
+  step: int
+  stage: int
+  identity: dict[str, Any]
+  fingerprint: dict[str, Any]
+  progress: dict[str, float]
+
+
+def _flat(tree: Any, path: str = '') -> dict[str, Any]:
+  if not isinstance(tree, Mapping):
+    return {path: list(tree) if isinstance(tree, tuple) else tree}
+  return {
+    name: value
+    for key, child in tree.items()
+    for name, value in _flat(child, f'{path}.{key}' if path else key).items()
+  }
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+  """Readable lines, one per field that differs: 'model.hidden: 64 -> 128'."""
+  a, b = _flat(old), _flat(new)
+  missing = '(absent)'
+  return [
+    f'{name}: {a.get(name, missing)} -> {b.get(name, missing)}'
+    for name in sorted(a.keys() | b.keys())
+    if a.get(name, missing) != b.get(name, missing)
+  ]
+
+
+def check_resume(
+  meta: Meta,
+  identity: Mapping[str, Any],
+  fingerprint: Mapping[str, Any],
+  allow_change: bool,
+) -> None:
+  """Refuses to resume a changed experiment.
+
+  Raises:
+    ValueError: with one line per changed field, unless `allow_change`.
+  """
+  changed = differences(meta.identity, identity)
+  changed += [
+    f'data.{line}' for line in differences(meta.fingerprint, fingerprint)
+  ]
+  if not changed:
+    return
+  text = '\n  '.join(changed)
+  if not allow_change:
+    raise ValueError(
+      f'the run found at step {meta.step} was made with another configuration:'
+      f'\n  {text}\nuse another --workdir, or --allow_config_change to go on'
+    )
+  logging.warning('resuming with a changed configuration:\n  %s', text)
+
+
+def _complete(path: Path) -> bool:
+  """Whether Orbax committed this step: it writes its marks last."""
+  marks = ('commit_success.txt', '_CHECKPOINT_METADATA', 'meta/metadata',
+           'state/_METADATA')  # fmt: skip
+  return all((path / mark).is_file() for mark in marks)
+
+
+def _step_folders(folder: Path) -> dict[int, Path]:
+  if not folder.is_dir():
+    return {}
+  return {int(p.name): p for p in folder.iterdir() if p.name.isdigit()}
+
+
+class Checkpoints:
+  """The checkpoints of one run, in `folder`."""
+
+  def __init__(self, folder: Path, *, keep: int = 3):
+    """Opens the folder; incomplete steps are moved aside with a warning.
+
+    Raises:
+      OSError: if the folder cannot be written.
+    """
+    import orbax.checkpoint as ocp
+
+    self._ocp = ocp
+    self.folder = folder.resolve()
+    self.folder.mkdir(parents=True, exist_ok=True)
+    if jax.process_index() == 0:
+      self._set_aside()
+    if jax.process_count() > 1:
+      from jax.experimental import multihost_utils
+
+      multihost_utils.sync_global_devices('tmlib checkpoints opened')
+    self._manager = ocp.CheckpointManager(
+      self.folder,
+      options=ocp.CheckpointManagerOptions(
+        max_to_keep=keep, enable_async_checkpointing=True
+      ),
+      item_names=('state', 'meta'),
+      item_handlers={
+        'state': ocp.StandardCheckpointHandler(),
+        'meta': ocp.JsonCheckpointHandler(),
+      },
+    )
+
+  def _set_aside(self) -> None:
+    """An incomplete step must neither be resumed from nor block its number."""
+    for step, path in _step_folders(self.folder).items():
+      if _complete(path):
+        continue
+      target = self.folder / f'incomplete-{step}'
+      logging.warning('checkpoint %s is incomplete; moved to %s', path, target)
+      shutil.rmtree(target, ignore_errors=True)
+      path.rename(target)
+
+  @property
+  def latest(self) -> int | None:
+    """The newest complete step, or None."""
+    return self._manager.latest_step()
+
+  def meta(self, step: int) -> Meta:
+    """What was stored beside the state of `step`."""
+    args = self._ocp.args
+    found = self._manager.restore(
+      step, args=args.Composite(meta=args.JsonRestore())
+    )
+    return Meta(**found['meta'])
+
+  def restore(self, step: int, shapes: Any) -> Any:
+    """The state of `step`, laid out as `shapes` (with shardings) ask.
+
+    Raises:
+      ValueError: if the stored state has another structure or other shapes.
+    """
+    args = self._ocp.args
+    target = _flatten(shapes, _key_data_shape)
+    self._check_structure(step, target)
+    found = self._manager.restore(
+      step, args=args.Composite(state=args.StandardRestore(target))
+    )['state']
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+    return jax.tree.unflatten(
+      treedef, [_wrap(found[_path(p)], shape) for p, shape in leaves]
+    )
+
+  def _check_structure(self, step: int, target: dict[str, Any]) -> None:
+    """Names the leaves that differ, ten at most, before Orbax's own error."""
+    stored = self._manager.item_metadata(step)['state']
+    have = {k: tuple(v.shape) for k, v in getattr(stored, 'tree', stored).items()}
+    want = {k: tuple(v.shape) for k, v in target.items()}
+    absent = '(absent)'
+    wrong = [
+      f'{k}: stored {have.get(k, absent)}, needed {want.get(k, absent)}'
+      for k in sorted(have.keys() | want.keys())
+      if have.get(k) != want.get(k)
+    ]
+    if not wrong:
+      return
+    more = f'\n  and {len(wrong) - 10} more' if len(wrong) > 10 else ''
+    raise ValueError(
+      f'checkpoint {self.folder / str(step)} does not fit this model:\n  '
+      + '\n  '.join(wrong[:10])
+      + more
+      + '\nuse the config it was trained with, or another --workdir'
+    )
+
+  def save(self, state: Any, meta: Meta) -> None:
+    """Starts a save in the background; a step that exists is left alone.
+
+    Raises:
+      RuntimeError: if an earlier save failed.
+    """
+    self.check()
+    if self.latest is not None and self.latest >= meta.step:
+      return
+    args = self._ocp.args
+    try:
+      self._manager.save(
+        meta.step,
+        args=args.Composite(
+          state=args.StandardSave(_flatten(state, _key_data)),
+          meta=args.JsonSave(meta._asdict()),
+        ),
+      )
+    except Exception as error:
+      raise self._failure(error) from error
+
+  def check(self) -> None:
+    """Raises RuntimeError if a save failed in the background."""
+    try:
+      self._manager.check_for_errors()
+    except Exception as error:
+      raise self._failure(error) from error
+
+  def wait(self) -> None:
+    """Waits for the save in progress; raises RuntimeError if it failed."""
+    try:
+      self._manager.wait_until_finished()
+    except Exception as error:
+      raise self._failure(error) from error
+    self.check()
+
+  def close(self) -> None:
+    """Waits and releases; never raises, so that the first error is shown."""
+    try:
+      self._manager.close()
+    except Exception as error:  # noqa: BLE001
+      logging.error('closing checkpoints: %s', error)
+
+  def _failure(self, error: Exception) -> RuntimeError:
+    cause = str(error).strip().splitlines()
+    cause = cause[-1] if cause else type(error).__name__
+    return RuntimeError(
+      f'saving a checkpoint to {self.folder} failed: {cause}; the newest'
+      f' complete step is {self.latest}. Free the disk or change --workdir,'
+      ' and start again to resume'
+    )
+
+
+# A state is stored flat, {path: array}, because Orbax would turn integer keys
+# of dicts into strings, and named tuples into dicts; PRNG keys as their words.
+
+
+def _path(path: tuple[Any, ...]) -> str:
+  bare = lambda key: next(
+    str(getattr(key, name))
+    for name in ('key', 'name', 'idx')
+    if hasattr(key, name)
+  )
+  return '/'.join(map(bare, path)) or '.'
+
+
+def _flatten(tree: Any, convert) -> dict[str, Any]:
+  leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+  flat = {_path(path): convert(leaf) for path, leaf in leaves}
+  if len(flat) != len(leaves):
+    raise ValueError('two leaves of the state have the same path')
+  return flat
+
+
+def _is_key(leaf: Any) -> bool:
+  return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _key_data(leaf: Any) -> Any:
+  return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _key_data_shape(leaf: Any) -> jax.ShapeDtypeStruct:
+  data = jax.eval_shape(_key_data, leaf)
+  return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
+
+
+def _wrap(data: Any, shape: Any) -> Any:
+  if not _is_key(shape):
+    return data
+  impl = []
+  jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), shape)
+  wrap = lambda data: jax.random.wrap_key_data(data, impl=impl[0])
+  return jax.jit(wrap, out_shardings=shape.sharding)(data)
+
+
+def load_params(workdir: str | Path, step: int | None = None) -> Any:
+  """The evaluation parameters of a checkpoint, without any template.
+
+  Args:
+    workdir: of a run of a gradient-trained method.
+    step: which; the newest complete one by default.
+
+  Returns:
+    Nested dicts of NumPy arrays: the averaged parameters if kept, else the
+    parameters, as they go into `apply`.
+
+  Raises:
+    FileNotFoundError: if there is no complete checkpoint.
+  """
+  import orbax.checkpoint as ocp
+
+  folder = Path(workdir).resolve() / 'checkpoints'
+  steps = {s: p for s, p in _step_folders(folder).items() if _complete(p)}
+  if not steps or (step is not None and step not in steps):
+    raise FileNotFoundError(
+      f'no complete checkpoint {"" if step is None else step} in {folder};'
+      f' steps there: {sorted(steps) or "none"}'
+    )
+  path = steps[max(steps) if step is None else step] / 'state'
+  with ocp.StandardCheckpointer() as reader:
+    shapes = reader.metadata(path).item_metadata.tree
+    target = {k: np.empty(v.shape, v.dtype) for k, v in shapes.items()}
+    flat = reader.restore(path, target)
+  averaged = any(name.startswith('ema_params/') for name in flat)
+  prefix = 'ema_params/' if averaged else 'params/'
+  tree: dict[str, Any] = {}
+  for name, value in flat.items():
+    if name.startswith(prefix):
+      *parents, last = name.removeprefix(prefix).split('/')
+      node = tree
+      for parent in parents:
+        node = node.setdefault(parent, {})
+      node[last] = value
+  return tree

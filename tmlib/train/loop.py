@@ -1,0 +1,328 @@
+"""The one training loop: a fold of `update` over data.
+
+It knows no method. Each concern (layout, data, checkpoints, signals, writers,
+evaluation) has its own small module; what is left here is their order.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from tmlib.train.checkpoint import Checkpoints, Meta, check_resume
+from tmlib.train.data import Data
+from tmlib.train.evaluate import Evaluated, Evaluator, Summarize
+from tmlib.train.layout import Layout, make_mesh, parse_rules
+from tmlib.train.method import Build
+from tmlib.train.options import ALL, Options
+from tmlib.train.prefetch import prefetch
+from tmlib.train.profile import profiled
+from tmlib.train.program import Program
+from tmlib.train.progress import Chronometer
+from tmlib.train.recorder import Recorder, evaluation_metrics
+from tmlib.train.signals import StopRequest, stop_request
+from tmlib.train.writers import Writer, default_writers
+
+__all__ = ['Result', 'Stage', 'fit']
+
+
+class Stage(NamedTuple):
+  """A part of a run with its own method.
+
+  Attributes:
+    name: for messages.
+    steps: updates in this stage.
+    build: its method.
+    enter: (state, data) -> state, run once at the boundary, on the state that
+      the stage before left; its result must have the structure of this stage's
+      own `init`. None takes the state as it is. With runs, the state has a
+      leading run axis.
+    data: its stream; None takes the one given to `fit`.
+  """
+
+  name: str
+  steps: int
+  build: Build
+  enter: Callable[[Any, Data | None], Any] | None = None
+  data: Data | None = None
+
+
+class Result(NamedTuple):
+  """What a run leaves.
+
+  Attributes:
+    state: the final state; with runs each leaf has a leading run axis, which
+      the mesh may have padded with copies.
+    step: updates done.
+    status: 'finished', 'stopped' (by `stop`) or 'interrupted' (by a signal).
+    metrics: the last metrics that were read, floats or one per run.
+    evaluations: {name: one `Evaluated` per run}, of the final state.
+    diverged: the runs that gave up.
+    costs: per stage and bucket: compile seconds, FLOPs and bytes per call.
+  """
+
+  state: Any
+  step: int
+  status: str
+  metrics: dict[str, Any]
+  evaluations: dict[str, list[Evaluated]]
+  diverged: list[int]
+  costs: list[dict[str, Any]]
+
+
+def fit(
+  build: Build | None = None,
+  data: Data | None = None,
+  *,
+  steps: int | None = None,
+  stages: Sequence[Stage] = (),
+  seed: int = 0,
+  runs: int = 0,
+  evaluations: Mapping[str, Data] | None = None,
+  summarize: Summarize | None = None,
+  stop: Callable[[dict[str, Any]], bool] | None = None,
+  options: Options | None = None,
+  workdir: str | Path | None = None,
+  identity: Mapping[str, Any] | None = None,
+  writers: Sequence[Writer] | None = None,
+) -> Result:
+  """Trains, simulates or solves: folds a method's update over data.
+
+  Args:
+    build: axis name or None -> Method. Give `stages` instead for several.
+    data: the stream of batches, None for a method without data.
+    steps: updates in all.
+    stages: parts with their own method; `steps` is then their sum.
+    seed: of the initial state; run r folds r into its key.
+    runs: independent runs trained in one program; 0 = one, no run axis.
+    evaluations: {name: finite pass}.
+    summarize: (outputs, sums) -> metrics, on the host.
+    stop: metrics read at a log step -> whether to stop (a solver's gap).
+    options: how to carry it out.
+    workdir: where checkpoints and metrics go; a run found there is resumed.
+      None keeps nothing and catches no signals.
+    identity: what must be equal on resume, beside seed, runs and data.
+    writers: in place of log lines, metrics.jsonl and TensorBoard.
+
+  Returns:
+    The final state and its evaluations.
+
+  Raises:
+    ValueError: for options that do not fit, before anything is compiled, and
+      on resume for a changed experiment.
+    FloatingPointError: if metrics are not finite, or the guard of every run
+      gave up; it names the metrics and the steps.
+    RuntimeError: if a checkpoint could not be written.
+  """
+  options = options or Options()
+  stages = _stages(build, steps, stages, data)
+  for stage in stages:
+    options.check(stage.name, stage.steps)
+  mesh = make_mesh(*options.mesh, runs=runs)
+  layout = Layout(mesh, options.parallel, runs, parse_rules(options.rules))
+  identity = dict(identity or {}) | {'seed': seed, 'runs': runs}
+  workdir = None if workdir is None else Path(workdir)
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(jax.set_mesh(mesh))
+    stack.enter_context(_compilation_cache(options.compilation_cache))
+    checkpoints = None
+    if workdir is not None:
+      checkpoints = Checkpoints(workdir / 'checkpoints', keep=options.keep)
+      stack.callback(checkpoints.close)
+    meta = Meta(0, 0, identity, {}, {})
+    if checkpoints and checkpoints.latest is not None:
+      meta = checkpoints.meta(checkpoints.latest)
+    if writers is None:
+      writers = default_writers(workdir, meta.step)
+    for writer in writers:
+      stack.callback(writer.close)
+    evaluators = {
+      name: Evaluator(name, passed, layout)
+      for name, passed in (evaluations or {}).items()
+    }
+    programs = [
+      Program(stage.build, stage.data, evaluators, layout, seed=seed,
+              folds=options.steps_per_call)
+      for stage in stages
+    ]  # fmt: skip
+    session = _Session(
+      stages, programs, options, checkpoints, identity, meta, summarize, stop,
+      Recorder(writers, runs, meta.step), Chronometer(**meta.progress),
+      stack.enter_context(stop_request(workdir is not None)), workdir,
+    )  # fmt: skip
+    return session.run()
+
+
+def _stages(build, steps, stages, data) -> list[Stage]:
+  if not stages:
+    if build is None or steps is None:
+      raise ValueError('give build and steps, or stages')
+    return [Stage('main', steps, build, None, data)]
+  if build is not None or steps is not None:
+    raise ValueError('stages bring their own build and steps; drop these')
+  return [stage._replace(data=stage.data or data) for stage in stages]
+
+
+@dataclasses.dataclass
+class _Session:
+  """One call of `fit`, everything prepared: the order of things."""
+
+  stages: Sequence[Stage]
+  programs: Sequence[Program]
+  options: Options
+  checkpoints: Checkpoints | None
+  identity: dict[str, Any]
+  resumed: Meta
+  summarize: Summarize | None
+  stop: Callable[[dict[str, Any]], bool] | None
+  recorder: Recorder
+  chronometer: Chronometer
+  request: StopRequest
+  workdir: Path | None
+
+  evaluations: dict[str, list[Evaluated]] = dataclasses.field(
+    default_factory=dict
+  )
+
+  def run(self) -> Result:
+    """All stages, from the newest checkpoint if there is one."""
+    ends = list(itertools.accumulate(stage.steps for stage in self.stages))
+    step, index = self.resumed.step, self.resumed.stage
+    costs = []
+    for i in range(index, len(ends)):
+      if step < ends[i] or i == len(ends) - 1:
+        cost = self.programs[i].compile()
+        costs += [{'stage': self.stages[i].name} | row for row in cost]
+    state = self._initial(index)
+    state, step, status = self._stage(index, state, step, ends)
+    while status == 'finished' and index + 1 < len(ends):
+      index += 1
+      state = self._enter(index, state)
+      state, step, status = self._stage(index, state, step, ends)
+    self._save(index, state, step)
+    if self.checkpoints:
+      self.checkpoints.wait()
+    if not self.evaluations and status != 'interrupted':
+      # A run that was already finished: nothing is written twice.
+      self.evaluations = self.programs[index].evaluate(state, self.summarize)
+    return Result(
+      state, step, status, self.recorder.metrics, self.evaluations,
+      self.recorder.diverged, costs,
+    )  # fmt: skip
+
+  def _initial(self, index: int) -> Any:
+    """The state to start from: fresh, or of the newest checkpoint."""
+    if not self.checkpoints or self.checkpoints.latest is None:
+      return self.programs[0].init()
+    check_resume(
+      self.resumed,
+      self.identity,
+      self._fingerprint(index),
+      self.options.allow_config_change,
+    )
+    return self.checkpoints.restore(
+      self.resumed.step, self.programs[index].shapes
+    )
+
+  def _enter(self, index: int, state: Any) -> Any:
+    """The state at a stage's boundary, laid out for that stage."""
+    stage, shapes = self.stages[index], self.programs[index].shapes
+    if stage.enter is not None:
+      state = stage.enter(state, stage.data)
+    describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    if describe(state) != describe(shapes):
+      raise ValueError(
+        f'stage {stage.name!r}: enter must return a state with the structure'
+        f' and shapes of the stage\'s init, {describe(shapes)}, but it returned'
+        f' {describe(state)}'
+      )
+    return jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), state, shapes)
+
+  def _stage(
+    self, index: int, state: Any, step: int, ends: Sequence[int]
+  ) -> tuple[Any, int, str]:
+    """The loop itself, from `step` to the end of the stage."""
+    program, folds = self.programs[index], self.options.steps_per_call
+    starts = range(step, ends[index], folds)
+    flight: collections.deque = collections.deque()
+    with (
+      contextlib.closing(_batches(program, starts)) as batches,
+      profiled(self.options.profile, self.workdir) as profile,
+    ):
+      self.chronometer.start(step)
+      for start, batch in zip(starts, batches, strict=True):
+        if self.request.asked(start):
+          return state, start, 'interrupted'
+        profile(start)
+        with jax.profiler.StepTraceAnnotation('train', step_num=start):
+          state, metrics = program.step(state, batch)
+        flight.append(metrics)
+        if len(flight) > self.options.max_in_flight:
+          jax.block_until_ready(flight.popleft())
+        step = start + folds
+        due = self.options.due(step) if step < ends[-1] else ALL
+        if due and self._boundary(index, state, metrics, step, due, ends[-1]):
+          return state, step, 'stopped'
+    return state, step, 'finished'
+
+  def _boundary(
+    self, index: int, state: Any, metrics: Any, step: int, due: set[str],
+    total: int,
+  ) -> bool:  # fmt: skip
+    """Reads, evaluates, writes and saves what is due; whether to stop."""
+    self.chronometer.pause(jax.block_until_ready(metrics), step)
+    row, stop = {}, False
+    if 'log' in due:
+      row = self.recorder.read(metrics, step)
+      row = row | self.chronometer.read(step, total)
+      stop = self.stop is not None and bool(self.stop(self.recorder.metrics))
+      if self.checkpoints:
+        self.checkpoints.check()
+    if 'eval' in due or stop:
+      self.evaluations = self.programs[index].evaluate(state, self.summarize)
+      row = row | evaluation_metrics(self.evaluations, self.recorder.runs)
+    if row:
+      self.recorder.write(step, row)
+    if 'save' in due:
+      self._save(index, state, step)
+    self.chronometer.start(step)
+    return stop
+
+  def _save(self, index: int, state: Any, step: int) -> None:
+    if self.checkpoints:
+      meta = Meta(
+        step, index, self.identity, self._fingerprint(index),
+        self.chronometer.progress,
+      )  # fmt: skip
+      self.checkpoints.save(state, meta)
+
+  def _fingerprint(self, index: int) -> dict[str, Any]:
+    data = self.programs[index].data
+    return {} if data is None else data.fingerprint
+
+
+def _batches(program: Program, starts: range) -> Iterator[Any]:
+  """The loaded batch of each call, ahead of time where there is one."""
+  if program.data is None:
+    return (program.load(start) for start in starts)
+  return prefetch(program.load, iter(starts))
+
+
+@contextlib.contextmanager
+def _compilation_cache(folder: str) -> Iterator[None]:
+  """JAX's persistent cache in `folder` for the duration; '' leaves it alone."""
+  if not folder:
+    yield
+    return
+  name = 'jax_compilation_cache_dir'
+  before = jax.config.values[name]
+  jax.config.update(name, folder)
+  try:
+    yield
+  finally:
+    jax.config.update(name, before)

@@ -1,0 +1,59 @@
+"""A thread that loads the coming batches and puts them on the devices."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ['prefetch']
+
+_END = object()
+
+
+def prefetch(load: Callable[[Any], Any], items: Iterator[Any]) -> Iterator[Any]:
+  """Yields `load(item)` for each item, computed ahead by one thread.
+
+  An error in `load` is raised at its place in the stream. Closing the iterator
+  ends the thread, so that a failed run does not hang at exit.
+
+  Args:
+    load: called in the thread.
+    items: consumed in the thread.
+
+  Yields:
+    The results, in order; at most two are held ready.
+  """
+  ready: queue.Queue = queue.Queue(maxsize=2)
+  closed = threading.Event()
+
+  def put(item: Any) -> bool:
+    while not closed.is_set():
+      try:
+        ready.put(item, timeout=0.1)
+        return True
+      except queue.Full:
+        continue
+    return False
+
+  def work() -> None:
+    try:
+      for item in items:
+        if not put((load(item), None)):
+          return
+      put((_END, None))
+    except BaseException as error:  # noqa: BLE001  (raised by the consumer)
+      put((None, error))
+
+  thread = threading.Thread(target=work, name='tmlib-prefetch', daemon=True)
+  thread.start()
+  try:
+    while True:
+      value, error = ready.get()
+      if error is not None:
+        raise error
+      if value is _END:
+        return
+      yield value
+  finally:
+    closed.set()
+    thread.join(timeout=10)

@@ -1,7 +1,37 @@
-"""Multiple-instance learning: bags, pooling, attention baselines, metrics."""
+"""Multiple-instance learning: bags, attention models, metrics, baselines."""
 
 from tmlib.mil.attention import AttentionScores
-from tmlib.mil.bag import Bag, batch_bags, bucket_size, pad_bag, subsample_bag
+from tmlib.mil.bag import (
+  Bag,
+  batch_bags,
+  bucket_size,
+  make_bag,
+  pad_bag,
+  select_nonempty,
+  subsample_bag,
+  validate_bag,
+)
+from tmlib.mil.baselines import pooled_features, pooled_logistic
+from tmlib.mil.dropout import bag_dropout
+from tmlib.mil.method import (
+  classification_loss,
+  classification_method,
+  scale_features,
+)
+from tmlib.mil.metrics import (
+  auroc,
+  average_precision,
+  balanced_accuracy,
+  classification_summary,
+  cohen_kappa,
+  confusion_matrix,
+  log_loss,
+  macro_f1,
+  over_repeats,
+  pool_out_of_fold,
+  roc_curve,
+)
+from tmlib.mil.models import ABMIL, MODELS, PoolMIL, create_model
 from tmlib.mil.output import MILOutput
 from tmlib.mil.pooling import (
   attention_pool,
@@ -9,19 +39,39 @@ from tmlib.mil.pooling import (
   mean_pool,
   weighted_pool,
 )
-from tmlib.mil.validate import make_bag, select_nonempty, validate_bag
 
 __all__ = [
+  'ABMIL',
+  'MODELS',
   'AttentionScores',
   'Bag',
   'MILOutput',
+  'PoolMIL',
   'attention_pool',
+  'auroc',
+  'average_precision',
+  'bag_dropout',
+  'balanced_accuracy',
   'batch_bags',
   'bucket_size',
+  'classification_loss',
+  'classification_method',
+  'classification_summary',
+  'cohen_kappa',
+  'confusion_matrix',
+  'create_model',
+  'log_loss',
+  'macro_f1',
   'make_bag',
   'max_pool',
   'mean_pool',
+  'over_repeats',
   'pad_bag',
+  'pool_out_of_fold',
+  'pooled_features',
+  'pooled_logistic',
+  'roc_curve',
+  'scale_features',
   'select_nonempty',
   'subsample_bag',
   'validate_bag',

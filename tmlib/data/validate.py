@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from kernels_pallas.graph import PatchGraph
 
-from tmlib.mil.bag import Bag
+from kernels_pallas.graph import PatchGraph
+from tmlib.data.bag import Bag
 
 __all__ = ['make_bag', 'select_nonempty', 'validate_bag']
 

@@ -1,0 +1,41 @@
+"""Readers, containers and splits; nothing here knows a method."""
+
+from tmlib.data.bag import Bag, batch_bags, bucket_size, pad_bag, subsample_bag
+from tmlib.data.folds import (
+  fold_statistics,
+  instance_statistics,
+  standardize,
+  stratified_folds,
+)
+from tmlib.data.graphs import with_knn_graphs
+from tmlib.data.mil_csv import MIL_SETS, BagSet, read_mil_csv
+from tmlib.data.packing import (
+  pack_bags,
+  pack_values,
+  unpack_instances,
+  unpack_values,
+)
+from tmlib.data.validate import make_bag, select_nonempty, validate_bag
+
+__all__ = [
+  'MIL_SETS',
+  'Bag',
+  'BagSet',
+  'batch_bags',
+  'bucket_size',
+  'fold_statistics',
+  'instance_statistics',
+  'make_bag',
+  'pack_bags',
+  'pack_values',
+  'pad_bag',
+  'read_mil_csv',
+  'select_nonempty',
+  'standardize',
+  'stratified_folds',
+  'subsample_bag',
+  'unpack_instances',
+  'unpack_values',
+  'validate_bag',
+  'with_knn_graphs',
+]

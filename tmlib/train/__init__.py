@@ -1,6 +1,7 @@
 """The one training loop, and the contract that every method meets."""
 
 from tmlib.train.checkpoint import Checkpoints, load_params
+from tmlib.train.config import default_config
 from tmlib.train.data import (
   Data,
   array_data,
@@ -19,7 +20,9 @@ from tmlib.train.layout import (
 )
 from tmlib.train.loop import Result, Stage, fit
 from tmlib.train.method import Batch, Build, Evaluation, Method, Metrics, State
+from tmlib.train.optimizer import make_optimizer
 from tmlib.train.options import Options
+from tmlib.train.run import Experiment, run
 from tmlib.train.update import TrainState, gradient_method, make_update
 
 __all__ = [
@@ -29,6 +32,7 @@ __all__ = [
   'Data',
   'Evaluated',
   'Evaluation',
+  'Experiment',
   'Layout',
   'Method',
   'Metrics',
@@ -38,15 +42,18 @@ __all__ = [
   'State',
   'TrainState',
   'array_data',
+  'default_config',
   'fit',
   'fsdp',
   'gradient_method',
   'load_params',
   'make_mesh',
+  'make_optimizer',
   'make_update',
   'parse_rules',
   'pass_data',
   'replicate',
+  'run',
   'run_data',
   'shard_dim',
   'source_data',

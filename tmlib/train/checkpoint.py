@@ -170,7 +170,9 @@ class Checkpoints:
   def _check_structure(self, step: int, target: dict[str, Any]) -> None:
     """Names the leaves that differ, ten at most, before Orbax's own error."""
     stored = self._manager.item_metadata(step)['state']
-    have = {k: tuple(v.shape) for k, v in getattr(stored, 'tree', stored).items()}
+    have = {
+      k: tuple(v.shape) for k, v in getattr(stored, 'tree', stored).items()
+    }
     want = {k: tuple(v.shape) for k, v in target.items()}
     absent = '(absent)'
     wrong = [

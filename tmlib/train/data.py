@@ -88,7 +88,9 @@ def _check_batch_size(batch_size: int) -> None:
     raise ValueError(f'batch_size must be at least 1, got {batch_size}')
 
 
-def _index_stream(n: int, seed: int, shuffle: bool) -> Callable[..., np.ndarray]:
+def _index_stream(
+  n: int, seed: int, shuffle: bool
+) -> Callable[..., np.ndarray]:
   """(start, stop) -> example indices, each epoch in its own order."""
   import grain
 

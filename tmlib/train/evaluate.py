@@ -102,4 +102,6 @@ def _one_run(
   outputs = {name: np.concatenate(values) for name, values in kept.items()}
   sums = {name: float(value[run]) for name, value in means.items()}
   extra = summarize(outputs, sums) if summarize else {}
-  return Evaluated(outputs, sums, sums | {k: float(v) for k, v in extra.items()})
+  return Evaluated(
+    outputs, sums, sums | {k: float(v) for k, v in extra.items()}
+  )

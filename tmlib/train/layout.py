@@ -153,7 +153,7 @@ class Layout:
 
   @property
   def run_ids(self) -> np.ndarray:
-    """[padded R]; runs are repeated to fill the mesh, and the copies ignored."""
+    """[padded R]: runs repeated to fill the mesh; copies are ignored."""
     size = self.mesh.shape['run']
     return np.arange(-(-self.runs // size) * size) % max(self.runs, 1)
 
@@ -262,7 +262,7 @@ class Layout:
     return shapes, lambda: function(resident, batch)
 
   def step(self, method: Method, data: Data | None, shapes: Any, folds: int):
-    """jit function (state, resident, batch) -> (state, metrics).
+    """Jit function (state, resident, batch) -> (state, metrics).
 
     Args:
       method: built with `axis_name(data)`.
@@ -307,7 +307,7 @@ class Layout:
     )
 
   def evaluate(self, method: Method, data: Data):
-    """jit function (state, resident, batch) -> (evaluation, weight).
+    """Jit function (state, resident, batch) -> (evaluation, weight).
 
     Always the global view, so that sums are global in both modes; outputs
     come back replicated, so that every process can read them.

@@ -90,6 +90,7 @@ def fit(
   workdir: str | Path | None = None,
   identity: Mapping[str, Any] | None = None,
   writers: Sequence[Writer] | None = None,
+  evaluate_only: bool = False,
 ) -> Result:
   """Trains, simulates or solves: folds a method's update over data.
 
@@ -108,6 +109,7 @@ def fit(
       None keeps nothing and catches no signals.
     identity: what must be equal on resume, beside seed, runs and data.
     writers: in place of log lines, metrics.jsonl and TensorBoard.
+    evaluate_only: take no step; evaluate the newest checkpoint of `workdir`.
 
   Returns:
     The final state and its evaluations.
@@ -137,6 +139,8 @@ def fit(
     meta = Meta(0, 0, identity, {}, {})
     if checkpoints and checkpoints.latest is not None:
       meta = checkpoints.meta(checkpoints.latest)
+    if evaluate_only:
+      writers = ()
     if writers is None:
       writers = default_writers(workdir, meta.step)
     for writer in writers:
@@ -150,6 +154,9 @@ def fit(
               folds=options.steps_per_call)
       for stage in stages
     ]  # fmt: skip
+    if evaluate_only:
+      # The run ends where it stands, and nothing is written.
+      stages = _cut(stages[: meta.stage + 1], meta.step)
     session = _Session(
       stages, programs, options, checkpoints, identity, meta, summarize, stop,
       Recorder(writers, runs, meta.step), Chronometer(**meta.progress),
@@ -166,6 +173,12 @@ def _stages(build, steps, stages, data) -> list[Stage]:
   if build is not None or steps is not None:
     raise ValueError('stages bring their own build and steps; drop these')
   return [stage._replace(data=stage.data or data) for stage in stages]
+
+
+def _cut(stages: Sequence[Stage], steps: int) -> list[Stage]:
+  """The stages, the last one ended so that `steps` are done in all."""
+  before = sum(stage.steps for stage in stages[:-1])
+  return [*stages[:-1], stages[-1]._replace(steps=steps - before)]
 
 
 @dataclasses.dataclass
@@ -195,8 +208,9 @@ class _Session:
     step, index = self.resumed.step, self.resumed.stage
     costs = []
     for i in range(index, len(ends)):
-      if step < ends[i] or i == len(ends) - 1:
-        cost = self.programs[i].compile()
+      train = step < ends[i]
+      if train or i == len(ends) - 1:
+        cost = self.programs[i].compile(train)
         costs += [{'stage': self.stages[i].name} | row for row in cost]
     state = self._initial(index)
     state, step, status = self._stage(index, state, step, ends)
@@ -238,10 +252,12 @@ class _Session:
     if describe(state) != describe(shapes):
       raise ValueError(
         f'stage {stage.name!r}: enter must return a state with the structure'
-        f' and shapes of the stage\'s init, {describe(shapes)}, but it returned'
+        f" and shapes of the stage's init, {describe(shapes)}, but it returned"
         f' {describe(state)}'
       )
-    return jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), state, shapes)
+    return jax.tree.map(
+      lambda x, s: jax.device_put(x, s.sharding), state, shapes
+    )
 
   def _stage(
     self, index: int, state: Any, step: int, ends: Sequence[int]

@@ -38,5 +38,5 @@ class Method(NamedTuple):
   evaluate: Callable[[State, Batch | None], Evaluation]
 
 
-# The argument is the name of the data axis in per-device mode, None in jit mode.
+# The argument names the data axis in per-device mode; None in jit mode.
 Build = Callable[[str | None], Method]

@@ -62,17 +62,23 @@ class Options:
     """Raises ValueError, naming the field, if a number does not fit."""
     for name in ('log_every', 'steps_per_call', 'max_in_flight', 'keep'):
       if getattr(self, name) < 1:
-        raise ValueError(f'{name} must be at least 1, got {getattr(self, name)}')
+        raise ValueError(
+          f'{name} must be at least 1, got {getattr(self, name)}'
+        )
     for name in ('eval_every', 'save_every'):
       if getattr(self, name) < 0:
-        raise ValueError(f'{name} must be at least 0, got {getattr(self, name)}')
+        raise ValueError(
+          f'{name} must be at least 0, got {getattr(self, name)}'
+        )
     if len(self.mesh) != 3:
       raise ValueError(f'mesh must be (run, data, model), got {self.mesh}')
     window = self.profile
     if window and not (len(window) == 2 and 0 <= window[0] < window[1]):
       raise ValueError(f'profile must be (first, last) or (), got {window}')
     if steps < 0:
-      raise ValueError(f'stage {stage!r}: steps must be at least 0, got {steps}')
+      raise ValueError(
+        f'stage {stage!r}: steps must be at least 0, got {steps}'
+      )
     size = self.steps_per_call
     counts = {
       f'steps of stage {stage!r}': steps,

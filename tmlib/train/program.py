@@ -64,14 +64,14 @@ class Program:
       for key, batch in self._batch_shapes().items()
     }
 
-  def compile(self) -> list[dict[str, Any]]:
-    """Compiles the step for every bucket, and the evaluations.
+  def compile(self, train: bool = True) -> list[dict[str, Any]]:
+    """Compiles the evaluations and, if `train`, the step for every bucket.
 
     Returns:
       Per bucket: compile seconds, FLOPs and bytes per call and device.
     """
     costs = []
-    for key, lowered in self.lower().items():
+    for key, lowered in self.lower().items() if train else ():
       start = time.monotonic()
       compiled = self._steps[key] = lowered.compile()
       costs.append(

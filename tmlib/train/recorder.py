@@ -67,7 +67,9 @@ class Recorder:
     alive = np.all(finite, axis=0) if finite else True
     if np.any(alive):
       return None
-    names = [n for n, ok in zip(self.metrics, finite, strict=True) if not ok.all()]
+    names = [
+      n for n, ok in zip(self.metrics, finite, strict=True) if not ok.all()
+    ]
     return names, 'the method has no guard; look at its input'
 
   @property

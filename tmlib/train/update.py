@@ -111,12 +111,12 @@ def make_update(
   schedule: Callable[[jax.Array], jax.Array] | None = None,
   max_skips: int = 10,
   batch_coupled: bool = False,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
   """Builds `update(state, batch) -> (state, metrics)` from a summed loss.
 
-  params <- params + optimizer(grad(sum_i loss_i) / sum_i weight_i). A step whose
-  loss or gradient is not finite leaves parameters, optimizer and average as
-  they were, and is counted.
+  params <- params + optimizer(grad(sum_i loss_i) / sum_i weight_i). A step
+  whose loss or gradient is not finite leaves parameters, optimizer and average
+  as they were, and is counted.
 
   Args:
     loss_fn: (params, batch, key, step) -> (sum, weight, aux), with
@@ -152,7 +152,7 @@ def make_update(
   if batch_coupled:
     loss_fn = _shared_loss(loss_fn, axis_name)
 
-  def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+  def update(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     key = jax.random.fold_in(state.key, state.step)
     sums = _summed_gradients(
       loss_fn, state.params, batch, key, state.step, microbatches
@@ -222,9 +222,7 @@ def _shared_loss(loss_fn, axis_name):
   return share
 
 
-def _count(
-  skips: Skips, bad: jax.Array, finite: dict[str, jax.Array]
-) -> Skips:
+def _count(skips: Skips, bad: jax.Array, finite: dict[str, jax.Array]) -> Skips:
   count = bad.astype(jnp.int32)
   in_row = jnp.where(bad, skips.in_row + 1, 0)
   culprits = {
@@ -279,7 +277,9 @@ def gradient_method(
         key=key,
         params=params,
         opt_state=optimizer.init(params),
-        ema_params=None if ema_decay is None else jax.tree.map(jnp.copy, params),
+        ema_params=None
+        if ema_decay is None
+        else jax.tree.map(jnp.copy, params),
         skips=Skips(zero(), zero(), zero(), {name: zero() for name in names}),
       )
 

@@ -37,8 +37,8 @@ class Writer(Protocol):
     ...
 
 
-def _finite(values: Value) -> np.ndarray:
-  values = np.atleast_1d(np.asarray(values, float))
+def _finite(value: Value) -> np.ndarray:
+  values = np.atleast_1d(np.asarray(value, float))
   return values[np.isfinite(values)]
 
 
@@ -135,9 +135,7 @@ class TensorBoardWriter:
     self._writer.close()
 
 
-def default_writers(
-  workdir: Path | None, resume_step: int
-) -> Sequence[Writer]:
+def default_writers(workdir: Path | None, resume_step: int) -> Sequence[Writer]:
   """Log lines, and with a workdir also metrics.jsonl and TensorBoard."""
   if jax.process_index() != 0:
     return ()  # every process computes the same; one of them writes

@@ -13,6 +13,7 @@ from tmlib.mil.bag import (
 )
 from tmlib.mil.baselines import pooled_features, pooled_logistic
 from tmlib.mil.dropout import bag_dropout
+from tmlib.mil.fold_data import cross_validation_runs, tag_runs
 from tmlib.mil.method import (
   classification_loss,
   classification_method,
@@ -60,6 +61,7 @@ __all__ = [
   'cohen_kappa',
   'confusion_matrix',
   'create_model',
+  'cross_validation_runs',
   'log_loss',
   'macro_f1',
   'make_bag',
@@ -74,6 +76,7 @@ __all__ = [
   'scale_features',
   'select_nonempty',
   'subsample_bag',
+  'tag_runs',
   'validate_bag',
   'weighted_pool',
 ]

@@ -1,7 +1,8 @@
 """The one training loop, and the contract that every method meets."""
 
+from tmlib.config import default_config
+from tmlib.options import Options
 from tmlib.train.checkpoint import Checkpoints, load_params
-from tmlib.train.config import default_config
 from tmlib.train.data import (
   Data,
   array_data,
@@ -21,7 +22,6 @@ from tmlib.train.layout import (
 from tmlib.train.loop import Result, Stage, fit
 from tmlib.train.method import Batch, Build, Evaluation, Method, Metrics, State
 from tmlib.train.optimizer import make_optimizer
-from tmlib.train.options import Options
 from tmlib.train.run import Experiment, run
 from tmlib.train.update import TrainState, gradient_method, make_update
 

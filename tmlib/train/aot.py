@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from tmlib.options import Options
 from tmlib.train.data import Data
 from tmlib.train.layout import Layout, make_mesh, parse_rules
 from tmlib.train.method import Build
-from tmlib.train.options import Options
 
 __all__ = [
   'Collective',

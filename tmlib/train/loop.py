@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from tmlib.options import ALL, Options
 from tmlib.train.checkpoint import Checkpoints, Meta, check_resume
 from tmlib.train.data import Data
 from tmlib.train.evaluate import Evaluated, Evaluator, Summarize
 from tmlib.train.layout import Layout, make_mesh, parse_rules
 from tmlib.train.method import Build
-from tmlib.train.options import ALL, Options
 from tmlib.train.prefetch import prefetch
 from tmlib.train.profile import profiled
 from tmlib.train.program import Program

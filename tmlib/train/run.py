@@ -15,12 +15,12 @@ import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
-from tmlib.train.config import identity
+from tmlib.config import identity
+from tmlib.options import Options
 from tmlib.train.data import Data
 from tmlib.train.evaluate import Evaluated, Summarize
 from tmlib.train.loop import Stage, fit
 from tmlib.train.method import Build
-from tmlib.train.options import Options
 
 __all__ = ['Experiment', 'run', 'write_predictions']
 

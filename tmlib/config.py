@@ -1,10 +1,14 @@
-"""The fields that every config has."""
+"""The fields that every config has.
+
+Here, above `tmlib.train`, so that a config loads without loading jax: a typo in
+one is answered at once.
+"""
 
 import dataclasses
 
 from ml_collections import ConfigDict
 
-from tmlib.train.options import Options
+from tmlib.options import Options
 
 __all__ = ['default_config', 'identity']
 

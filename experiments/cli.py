@@ -23,6 +23,7 @@ __all__ = [
   'connect',
   'fail',
   'guard',
+  'integers',
   'is_expected',
   'load_config',
   'parse',
@@ -74,6 +75,14 @@ def guard(call: Callable[[], Any], show_traceback: bool) -> Any:
 def _meant(name: str, known: Iterable[str]) -> str:
   close = difflib.get_close_matches(name, list(known), 2, 0.6)
   return f'; did you mean {" or ".join(close)}?' if close else ''
+
+
+def integers(flag: str, words: Sequence[str], count: int) -> tuple[int, ...]:
+  """`count` numbers of at least zero from the words of a list flag."""
+  if len(words) != count or not all(word.strip().isdigit() for word in words):
+    text = ','.join(words)
+    raise ValueError(f'--{flag}={text}: {count} numbers, joined by commas')
+  return tuple(int(word) for word in words)
 
 
 def _get(config: Any, keys: Iterable[str]) -> Any:
@@ -255,8 +264,9 @@ def parse(argv: Sequence[str]) -> list[str]:
   spec = _flag_value(argv, 'config')
   if spec:
     _check_config(spec)
-  if 'mode' in flags.FLAGS:
-    _check_choice(argv, 'mode')
+  for name in ('mode', 'parallel'):
+    if name in flags.FLAGS:
+      _check_choice(argv, name)
   try:
     rest = flags.FLAGS(argv)
   except Exception as error:

@@ -1,0 +1,158 @@
+"""Cross-validation of bag models: all folds and seeds in one program.
+
+Axes: R runs = seeds x folds, n bags, S bags packed in a row.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax import linen as nn
+from tmlib import train
+from tmlib.data import (
+  BagSet,
+  batch_bags,
+  fold_statistics,
+  pack_bags,
+  pack_values,
+  read_mil_csv,
+  stratified_folds,
+  with_knn_graphs,
+)
+from tmlib.mil import (
+  classification_method,
+  create_model,
+  cross_validation_runs,
+  tag_runs,
+)
+from tmlib.ops.packing import plan_packing
+from tmlib.reaction_diffusion import TMEvolve
+
+__all__ = ['Folds', 'load_set', 'make', 'make_folds', 'make_model']
+
+# Bags that share a row; more would only widen the tables of labels.
+_SEGMENTS = 16
+
+
+class Folds(NamedTuple):
+  """Repeated cross-validation laid out as runs.
+
+  Attributes:
+    train: [R, n], one for the bags that a run trains on.
+    test: [R, n], one for the bags it is tested on.
+    repeat: [R], seed of each run.
+    statistics: mean, std [R, P] of each run's training instances.
+  """
+
+  train: np.ndarray
+  test: np.ndarray
+  repeat: np.ndarray
+  statistics: tuple[np.ndarray, np.ndarray]
+
+
+def load_set(config, name: str) -> BagSet:
+  """The bags of one set with their feature-space graphs."""
+  return with_knn_graphs(read_mil_csv(name), config.data.neighbours)
+
+
+def make_folds(config, bagset: BagSet) -> Folds:
+  """R = seeds x folds; no statistic of a fold sees its test bags."""
+  if config.train.runs < 1:
+    raise ValueError(
+      f'train.runs is the number of seeds, at least 1, got {config.train.runs}'
+    )
+  seeds = range(config.seed, config.seed + config.train.runs)
+  folds = np.stack(
+    [stratified_folds(bagset.labels, config.data.folds, s) for s in seeds]
+  )
+  statistics = [fold_statistics(bagset.bags, fold) for fold in folds]
+  mean, std = map(np.concatenate, zip(*statistics, strict=True))
+  return Folds(*cross_validation_runs(folds), (mean, std))
+
+
+def make_model(config, name: str, num_classes: int) -> nn.Module:
+  """A model by name, at the width that all models share."""
+  if name != 'tmevolve':
+    return create_model(name, num_classes, **config.model)
+  options = config.tmevolve.to_dict()
+  options.pop('balance')
+  return TMEvolve(num_classes, **config.model, **options)
+
+
+def make(config) -> train.Experiment:
+  """One part per set and model, and a report over all of them."""
+  bagsets = {name: load_set(config, name) for name in config.data.sets}
+  parts = {
+    part_name(config, name, model): _part(config, bagset, model)
+    for name, bagset in bagsets.items()
+    for model in config.models
+  }
+
+  def report(workdir: Path) -> None:
+    from experiments import tmevolve_report
+
+    tmevolve_report.write(config, bagsets, workdir)
+
+  return train.Experiment(parts=parts, report=report)
+
+
+def part_name(config, name: str, model: str) -> str:
+  """Folder of one set and model below the working directory."""
+  several = len(config.data.sets) > 1
+  return f'{Path(name).stem}/{model}' if several else model
+
+
+def _part(config, bagset: BagSet, name: str) -> train.Experiment:
+  folds = make_folds(config, bagset)
+  optimizer, schedule = train.make_optimizer(
+    config.optimizer, config.train.steps
+  )
+  num_classes = len(bagset.classes)
+  build = classification_method(
+    make_model(config, name, num_classes),
+    optimizer,
+    num_classes=num_classes,
+    aux_weights=(
+      {'region_balance': config.tmevolve.balance} if name == 'tmevolve' else {}
+    ),
+    schedule=schedule,
+    statistics=folds.statistics,
+    microbatches=config.train.microbatches,
+    ema_decay=config.optimizer.ema_decay or None,
+    max_skips=config.train.max_skips,
+  )
+  arrays, lay = _arrays(bagset)
+  runs = np.arange(len(folds.train))
+  batch = config.train.batch_size
+  stream = train.run_data(arrays, lay(folds.train), batch, seed=config.seed)
+  tested = train.pass_data(arrays, batch, run_weights=lay(folds.test))
+  return train.Experiment(
+    build,
+    tag_runs(stream, runs),
+    runs=len(runs),
+    evaluations={'test': tag_runs(tested, runs)},
+    names=bagset.names,
+  )
+
+
+def _arrays(bagset: BagSet) -> tuple[dict[str, Any], Any]:
+  """Resident arrays, and a function that lays out weights [R, n] like them.
+
+  Bags of similar size are padded to the longest. Where that would more than
+  double the work, several bags share a row.
+  """
+  lengths = np.array([len(bag.mask) for bag in bagset.bags])
+  n, longest = len(lengths), int(lengths.max())
+  ids = np.arange(n, dtype=np.int32)
+  if n * longest <= 2 * lengths.sum():
+    arrays = {'bag': batch_bags(bagset.bags), 'label': bagset.labels, 'id': ids}
+    return arrays, lambda weights: weights
+  plan = plan_packing(lengths, longest, _SEGMENTS)
+  arrays = {
+    'bag': pack_bags(bagset.bags, plan),
+    'label': pack_values(bagset.labels, plan),
+    'id': pack_values(ids, plan, fill=-1),
+    'weight': pack_values(np.ones(n, np.float32), plan),
+  }
+  lay = lambda weights: np.stack([pack_values(row, plan) for row in weights])
+  return arrays, lay

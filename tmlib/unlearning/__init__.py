@@ -1,0 +1,45 @@
+"""Unlearning judged by its output-space gap to retraining."""
+
+from tmlib.unlearning.dynamics import (
+  Gap,
+  closed_form_gap,
+  critical_weight,
+  optimal_scalar_step,
+  simulate,
+  simulate_npo,
+  stopping_time,
+)
+from tmlib.unlearning.leverage import (
+  Leverage,
+  cross_leverage,
+  downdate,
+  leverage,
+  loo_residual,
+)
+from tmlib.unlearning.problem import (
+  RidgeProblem,
+  check_problem,
+  duplicates,
+  fit_full,
+  fit_retain,
+  weigh,
+)
+from tmlib.unlearning.spec import (
+  UnlearnSpec,
+  corrected_relabel,
+  corrected_targets,
+  graddiff,
+  gradient_ascent,
+  influence,
+  lora,
+  neggrad_plus,
+  npo_weights,
+  projected,
+  relabel,
+  retain_finetune,
+  retain_newton,
+  retain_null,
+  scrub,
+  sum_weight,
+  woodbury_influence,
+)

@@ -1,0 +1,272 @@
+r"""Ridge regression with a part of the data to be forgotten.
+
+Axes: R retain points, F forget points, d features, c outputs.
+
+Sums, not means:
+  L_F(th) = 1/2 ||Y_F - X_F th||^2
+  L_R(th) = 1/2 ||Y_R - X_R th||^2 + ridge/2 ||th - prior||^2
+  A_R = X_R' X_R + ridge I,  A = A_R + X_F' X_F
+  th_R = argmin L_R (the retrained model),  th_* = argmin L_R + L_F (the full
+  model, where unlearning starts unless `start` says otherwise).
+"""
+
+import warnings
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = [
+  'RidgeProblem',
+  'check_problem',
+  'condition',
+  'duplicates',
+  'fit_full',
+  'fit_retain',
+  'full_curvature',
+  'initial',
+  'residual',
+  'retain_curvature',
+  'warn_duplicates',
+  'weigh',
+]
+
+
+class RidgeProblem(flax.struct.PyTreeNode):
+  """Data of one deletion request; every leaf an array.
+
+  Attributes:
+    X_R: [R, d] float, retain inputs.
+    Y_R: [R, c] float, retain targets.
+    X_F: [F, d] float, forget inputs.
+    Y_F: [F, c] float, forget targets.
+    ridge: [] float >= 0.
+    prior: [d, c] or None for zeros; the ridge pulls towards it.
+    start: [d, c] or None for th_*; where unlearning starts. A network that
+      was not trained to the end starts elsewhere.
+  """
+
+  X_R: Any
+  Y_R: Any
+  X_F: Any
+  Y_F: Any
+  ridge: Any = 0.0
+  prior: Any = None
+  start: Any = None
+
+
+def concrete(*arrays) -> bool:
+  return not any(isinstance(a, jax.core.Tracer) for a in arrays)
+
+
+def check_problem(problem: RidgeProblem) -> RidgeProblem:
+  """Checks shapes always and values where they are concrete.
+
+  Returns:
+    The problem with jnp leaves of one float dtype and `prior` filled in.
+
+  Raises:
+    ValueError: an empty set, mismatched shapes, NaN or inf, a negative ridge,
+      or float64 input while x64 is off (it would silently become float32).
+    TypeError: integer or complex data.
+  """
+  fields = {k: getattr(problem, k) for k in ('X_R', 'Y_R', 'X_F', 'Y_F')}
+  for name, value in fields.items():
+    _check_array(name, value)
+  X_R, Y_R, X_F, Y_F = fields.values()
+  for name, x, y in (('R', X_R, Y_R), ('F', X_F, Y_F)):
+    if x.shape[0] == 0:
+      which = 'retain' if name == 'R' else 'forget'
+      raise ValueError(f'X_{name} is empty: the {which} set needs a point.')
+    if x.shape[0] != y.shape[0]:
+      raise ValueError(
+        f'X_{name} has {x.shape[0]} rows but Y_{name} has {y.shape[0]}.'
+      )
+  if X_R.shape[1] != X_F.shape[1]:
+    raise ValueError(
+      f'X_R has {X_R.shape[1]} features but X_F has {X_F.shape[1]}.'
+    )
+  if Y_R.shape[1] != Y_F.shape[1]:
+    raise ValueError(
+      f'Y_R has {Y_R.shape[1]} outputs but Y_F has {Y_F.shape[1]}.'
+    )
+  if concrete(problem.ridge) and not float(problem.ridge) >= 0:
+    raise ValueError(f'ridge={problem.ridge} must be >= 0.')
+  shape = (X_R.shape[1], Y_R.shape[1])
+  for name in ('prior', 'start'):
+    value = getattr(problem, name)
+    if value is not None:
+      _check_array(name, value)
+      if value.shape != shape:
+        raise ValueError(f'{name} has shape {value.shape}, expected {shape}.')
+  arrays = {k: jnp.asarray(v) for k, v in fields.items()}
+  dtype = jnp.result_type(*arrays.values())
+  arrays = {k: v.astype(dtype) for k, v in arrays.items()}
+  prior = jnp.zeros(shape, dtype) if problem.prior is None else problem.prior
+  start = problem.start
+  return RidgeProblem(
+    **arrays,
+    ridge=jnp.asarray(problem.ridge, dtype),
+    prior=jnp.asarray(prior, dtype),
+    start=None if start is None else jnp.asarray(start, dtype),
+  )
+
+
+def _check_array(name, value):
+  if np.ndim(value) != 2:
+    raise ValueError(
+      f'{name} has shape {np.shape(value)}; two axes are needed, '
+      'X [n, d] and Y [n, c] (one output is Y[:, None]).'
+    )
+  if not jnp.issubdtype(value.dtype, jnp.floating):
+    raise TypeError(f'{name} has dtype {value.dtype}; pass floats.')
+  if value.dtype == np.float64 and not jax.config.jax_enable_x64:  # pyright: ignore
+    raise ValueError(
+      f'{name} is float64 but x64 is off, so that it would silently become '
+      'float32: call inside `with jax.enable_x64(True):` or cast it yourself.'
+    )
+  if concrete(value) and not np.isfinite(np.asarray(value)).all():
+    raise ValueError(f'{name} holds NaN or inf; drop or impute those rows.')
+
+
+def duplicates(X_R: Any, X_F: Any) -> tuple[int, float]:
+  """How much of the forget set is still in the retain set.
+
+  Retraining on R keeps whatever copies of F are left in R.
+
+  Args:
+    X_R: [R, d].
+    X_F: [F, d].
+
+  Returns:
+    The number of forget rows that occur in R, and the largest cosine between
+    a forget and a retain row.
+  """
+  X_R, X_F = np.asarray(X_R), np.asarray(X_F)
+  rows = {r.tobytes() for r in np.ascontiguousarray(X_R)}
+  count = sum(r.tobytes() in rows for r in np.ascontiguousarray(X_F))
+  unit = lambda x: x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True),
+                                  np.finfo(x.dtype).tiny)
+  return count, float((unit(X_F) @ unit(X_R).T).max())
+
+
+def warn_duplicates(X_R: Any, X_F: Any) -> int:
+  """Warns when copies of forget points are left in the retain set."""
+  count, cosine = duplicates(X_R, X_F)
+  if count:
+    warnings.warn(
+      f'{count} of {len(X_F)} forget points are also in the retain set '
+      f'(largest cosine {cosine:.6f}): retraining keeps their information. '
+      'Remove the copies from X_R.',
+      stacklevel=3,
+    )
+  return count
+
+
+def weigh(problem: RidgeProblem, w_R: Any = None, w_F: Any = None):
+  """Sample weights as row scalings: L = 1/2 sum_i w_i ||y_i - x_i th||^2.
+
+  Row i of X and Y is multiplied by sqrt(w_i); every formula then holds as it
+  stands, with residuals and gaps in units of sqrt(w_i) times the output.
+
+  Args:
+    problem: RidgeProblem.
+    w_R: [R] >= 0, or None for ones.
+    w_F: [F] >= 0, or None for ones.
+
+  Returns:
+    RidgeProblem.
+
+  Raises:
+    ValueError: negative weights (the signed weights of a method belong into
+      its `UnlearnSpec`).
+  """
+  scaled = {}
+  for name, w in (('R', w_R), ('F', w_F)):
+    if w is None:
+      continue
+    if concrete(w) and not (np.asarray(w) >= 0).all():
+      raise ValueError(
+        f'w_{name} holds negative sample weights; they must be >= 0. Signed '
+        'weights are part of an UnlearnSpec.'
+      )
+    root = jnp.sqrt(jnp.asarray(w))[:, None]
+    for field in (f'X_{name}', f'Y_{name}'):
+      scaled[field] = root * getattr(problem, field)
+  return problem.replace(**scaled)
+
+
+def retain_curvature(problem: RidgeProblem) -> jax.Array:
+  """A_R = X_R' X_R + ridge I, [d, d]."""
+  X = problem.X_R
+  return X.T @ X + problem.ridge * jnp.eye(X.shape[1], dtype=X.dtype)
+
+
+def full_curvature(problem: RidgeProblem) -> jax.Array:
+  """A = A_R + X_F' X_F, [d, d]."""
+  return retain_curvature(problem) + problem.X_F.T @ problem.X_F
+
+
+def condition(curvature: jax.Array, name: str = 'A_R') -> float:
+  """Condition number of a curvature; refuses a singular one.
+
+  Raises:
+    ValueError: numerically singular.
+  """
+  eigs = np.linalg.eigvalsh(np.asarray(curvature, np.float64))
+  eps = float(np.finfo(curvature.dtype).eps)
+  if not eigs[0] > eps * len(eigs) * eigs[-1]:
+    rank = int((eigs > eps * len(eigs) * eigs[-1]).sum())
+    raise ValueError(
+      f'{name} is singular (rank {rank} of {len(eigs)}, eigenvalues from '
+      f'{eigs[0]:.2e} to {eigs[-1]:.2e}): the retrained model is not unique. '
+      'Pass ridge > 0, drop features, or keep more retain points.'
+    )
+  cond = float(eigs[-1] / eigs[0])
+  # float32 cannot resolve 1e7 any more; at 1e5 two digits are left.
+  if curvature.dtype == np.float32 and cond > 1e5:
+    warnings.warn(
+      f'cond({name}) = {cond:.1e} leaves no digits in float32; use float64 '
+      'inside `with jax.enable_x64(True):` or a larger ridge.',
+      stacklevel=3,
+    )
+  return cond
+
+
+def _solve(curvature, problem, rhs):
+  if concrete(curvature):
+    condition(curvature)
+  rhs = rhs + problem.ridge * problem.prior
+  return jax.scipy.linalg.solve(curvature, rhs, assume_a='pos')
+
+
+def fit_full(problem: RidgeProblem) -> jax.Array:
+  """th_* = A^{-1} (X_R' Y_R + X_F' Y_F + ridge prior), [d, c].
+
+  Raises:
+    ValueError: A is singular, or bad data (`check_problem`).
+  """
+  p = check_problem(problem)
+  return _solve(full_curvature(p), p, p.X_R.T @ p.Y_R + p.X_F.T @ p.Y_F)
+
+
+def fit_retain(problem: RidgeProblem) -> jax.Array:
+  """th_R = A_R^{-1} (X_R' Y_R + ridge prior), [d, c]: the truth of unlearning.
+
+  Raises:
+    ValueError: A_R is singular, or bad data (`check_problem`).
+  """
+  p = check_problem(problem)
+  return _solve(retain_curvature(p), p, p.X_R.T @ p.Y_R)
+
+
+def initial(problem: RidgeProblem) -> jax.Array:
+  """Where unlearning starts: `start`, or th_* when it is None; [d, c]."""
+  return fit_full(problem) if problem.start is None else problem.start
+
+
+def residual(problem: RidgeProblem) -> jax.Array:
+  """r_F = Y_F - X_F th at the start, [F, c]."""
+  return problem.Y_F - problem.X_F @ initial(problem)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from flax import linen as nn
+
 from tmlib import train
 from tmlib.data import (
   BagSet,

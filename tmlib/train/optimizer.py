@@ -50,9 +50,10 @@ def make_optimizer(
     'linear': optax.linear_schedule(peak, 0, fall),
     'constant': optax.constant_schedule(peak),
   }[shape]
-  # The first step must not be lost to a rate of zero.
-  start = optax.linear_schedule(peak / (rise + 1), peak, rise)
-  schedule = optax.join_schedules([start, decay], [rise]) if rise else decay
+  schedule = decay
+  if rise:  # from above zero, so that no step is lost
+    start = optax.linear_schedule(peak / (rise + 1), peak, rise)
+    schedule = optax.join_schedules([start, decay], [rise])
   chain = [optax.clip_by_global_norm(config['clip'])] if config['clip'] else []
   if name == 'adamw':
     chain.append(optax.adamw(schedule, weight_decay=config['weight_decay']))

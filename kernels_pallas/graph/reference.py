@@ -3,11 +3,11 @@
 Nothing here defines its own derivative, so forward mode works too. In reverse
 mode these forms end in scatters; `vjp.py` is the fast way.
 
-The forms are chosen for XLA on a CPU. A gather that is fused into its only
-consumer is cheap, one that is written to memory costs thirty times as much.
-So weighted sums unroll over the slots into one fused loop, inner products go
-slot by slot through a product and a matrix product, and a barrier keeps two
-operations from sharing (that is, writing out) one gather.
+The forms are chosen for XLA on a CPU, where a gather that is fused into its
+only consumer is cheap and one that is written out costs many times as much.
+Weighted sums unroll over the slots into one fused loop; a barrier keeps two of
+them from sharing, that is writing out, one gather. Inner products are a fused
+product and a matrix product, by blocks of nodes that stay in the cache.
 
 Axes: N nodes, M = N + 2 halo rows within reach, K slots, D features.
 Leading batch axes are the same in all arrays.
@@ -21,7 +21,17 @@ import jax.numpy as jnp
 from kernels_pallas.graph.halo import halo_exchange
 from kernels_pallas.graph.patch_graph import PatchGraph
 
-__all__ = ['gated_deltas', 'gated_dots', 'sddmm', 'spmm', 'transpose']
+__all__ = [
+  'gated_adjoint',
+  'gated_coefficients',
+  'gated_deltas',
+  'sddmm',
+  'spmm',
+  'transpose',
+]
+
+# Elements of the edge products that inner products hold at once (2 MiB).
+_BLOCK = 2**19
 
 
 def _extend(graph: PatchGraph, x: jax.Array) -> jax.Array:
@@ -32,7 +42,7 @@ def _extend(graph: PatchGraph, x: jax.Array) -> jax.Array:
 
 
 def _take(x: jax.Array, index: jax.Array, batch: int) -> jax.Array:
-  """x [*batch, M, ...] at index [*batch, ...], clamped to the last row.
+  """Rows of x [*batch, M, ...] at index [*batch, ...], clamped to the last row.
 
   One vmap per leading axis makes batch dimensions of the gather, which the
   partitioner splits without collecting x; a flattened index would not do.
@@ -72,6 +82,12 @@ def spmm(graph: PatchGraph, w: jax.Array, x: jax.Array) -> jax.Array:
   return y.astype(x.dtype)
 
 
+def _combine(gates, weights, k):
+  """sum_m gates_m weights_m,ik for one slot k; [..., N, D]."""
+  pairs = zip(gates, weights, strict=True)
+  return sum(gate * w[..., k, None] for gate, w in pairs)
+
+
 def gated_deltas(
   graph: PatchGraph,
   weights: Sequence[jax.Array],
@@ -89,75 +105,150 @@ def gated_deltas(
   Returns:
     [..., N, D].
   """
-  dtype = _wide(*weights, *gates, x)
-  weights = [jnp.where(graph.emask, w, 0).astype(dtype) for w in weights]
+  return _gated_sum(graph, weights, weights, gates, x)
+
+
+def gated_adjoint(
+  graph: PatchGraph,
+  weights: Sequence[jax.Array],
+  gates: Sequence[jax.Array],
+  g: jax.Array,
+) -> jax.Array:
+  """The transposed map: y_i = sum_k (c_ki g[nbr_ik] - c_ik g_i).
+
+  Here c_ik = sum_m gates_m weights_m,ik, and c_ki belongs to the opposite edge.
+
+  Args:
+    graph: the graph.
+    weights: M arrays [..., N, K].
+    gates: M arrays [..., 1, D].
+    g: [..., N, D].
+
+  Returns:
+    [..., N, D].
+  """
+  turned = [transpose(graph, w) for w in weights]
+  return _gated_sum(graph, turned, weights, gates, g)
+
+
+def _gated_sum(graph, far, own, gates, x):
+  """y_i = sum_k (sum_m gates_m far_m,ik) x[nbr_ik] - (... own_m,ik) x_i."""
+  same = far is own
+  dtype = _wide(*own, *gates, x)
   gates = [gate.astype(dtype) for gate in gates]
-  reach = _extend(graph, x)
-  weights, reach = jax.lax.optimization_barrier((weights, reach))
-  y = jnp.zeros(x.shape, dtype)
+  far = [jnp.where(graph.emask, w, 0).astype(dtype) for w in far]
+  far, reach = jax.lax.optimization_barrier((far, _extend(graph, x)))
+  x, y = x.astype(dtype), jnp.zeros(x.shape, dtype)
   for k in range(graph.num_slots):
-    delta = _take(reach, graph.nbr[..., k], x.ndim - 2).astype(dtype) - x
-    delta = jnp.where(graph.emask[..., k, None], delta, 0)
-    factor = sum(
-      gate * w[..., k, None] for gate, w in zip(gates, weights, strict=True)
-    )
-    y += factor * delta
-  return y.astype(x.dtype)
+    near = _take(reach, graph.nbr[..., k], x.ndim - 2).astype(dtype)
+    valid = graph.emask[..., k, None]
+    if same:
+      # The difference first: a constant field gives zero without rounding.
+      term = _combine(gates, far, k) * jnp.where(valid, near - x, 0)
+    else:
+      term = _combine(gates, far, k) * jnp.where(valid, near, 0)
+      term -= _combine(gates, own, k) * jnp.where(valid, x, 0)
+    y += jnp.where(valid, term, 0)
+  return y.astype(reach.dtype)
 
 
-def _per_slot(graph: PatchGraph, x: jax.Array, reduce) -> jax.Array:
-  """Stacks reduce(x[nbr_k]) over the slots k: [..., N, J] -> [K, ..., N, J]."""
-  reach = _extend(graph, x)
+def _block_size(n: int, limit: int) -> int:
+  """Rows per block: a divisor of n near the limit, which spares a copy."""
+  limit = max(1, min(n, max(limit, 64)))
+  divisors = (b for b in range(limit, limit // 4, -1) if n % b == 0)
+  return next(divisors, limit)
 
-  def slot(_, columns):
-    nbr, emask = columns
-    near = _take(reach, nbr, x.ndim - 2)
-    return None, reduce(jnp.where(emask[..., None], near, 0), emask[..., None])
 
-  columns = jnp.moveaxis(graph.nbr, -1, 0), jnp.moveaxis(graph.emask, -1, 0)
-  return jax.lax.scan(slot, None, columns)[1]
+def _split(rows: jax.Array, features: int, slots: int) -> jax.Array:
+  """[..., N, J] -> [blocks, ..., rows per block, J], zeros at the end."""
+  *lead, n, last = rows.shape
+  block = _block_size(n, _BLOCK // max(features * slots, 1))
+  count = -(-n // block)
+  pad = [(0, 0)] * len(lead) + [(0, count * block - n), (0, 0)]
+  rows = jnp.pad(rows, pad).reshape(*lead, count, block, last)
+  return jnp.moveaxis(rows, len(lead), 0)
+
+
+def _merge(blocks: jax.Array, n: int, axis: int) -> jax.Array:
+  """[blocks, ..., rows per block (axis), ...] -> [..., N, ...]."""
+  rows = jnp.moveaxis(blocks, 0, axis)
+  shape = rows.shape
+  rows = rows.reshape(*shape[:axis], -1, *shape[axis + 2 :])
+  return jax.lax.slice_in_dim(rows, 0, n, axis=axis)
+
+
+def _exact(a: jax.Array, b: jax.Array) -> jax.Array:
+  """A matrix product that no platform rounds to bfloat16."""
+  return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 def sddmm(graph: PatchGraph, a: jax.Array, b: jax.Array) -> jax.Array:
   """e_ik = <a_i, b[nbr_ik]>; two [..., N, D] -> [..., N, K]."""
+  lead, (n, d), slots = a.ndim - 2, a.shape[-2:], graph.num_slots
   dtype = _wide(a, b)
-  ones = jnp.ones((*a.shape[:-2], a.shape[-1], 1), dtype)
+  reach = _extend(graph, b)
 
-  def reduce(near, valid):
-    product = jnp.where(valid, a.astype(dtype) * near, 0)
-    # Exact on every platform: a plain matmul may round to bfloat16.
-    return jnp.matmul(product, ones, precision=jax.lax.Precision.HIGHEST)
+  def dots(part):
+    a, nbr, emask = part
+    near = jnp.where(emask[..., None], _take(reach, nbr, lead), 0)
+    product = a.astype(dtype)[..., None, :] * near
+    flat = product.reshape(*product.shape[:lead], -1, d)
+    e = _exact(flat, jnp.ones((d, 1), dtype)).reshape(emask.shape)
+    return jnp.where(emask, e, 0)
 
-  dots = jnp.moveaxis(_per_slot(graph, b, reduce)[..., 0], 0, -1)
-  return dots.astype(jnp.result_type(a, b))
+  parts = [_split(v, d, slots) for v in (a, graph.nbr, graph.emask)]
+  e = _merge(jax.lax.map(dots, parts), n, lead)
+  return e.astype(jnp.result_type(a, b))
 
 
-def gated_dots(
+def gated_coefficients(
   graph: PatchGraph,
-  g: jax.Array,
+  weights: Sequence[jax.Array],
   gates: Sequence[jax.Array],
   x: jax.Array,
-) -> tuple[jax.Array, ...]:
-  """e_m,ik = <gates_m g_i, x[nbr_ik] - x_i>, one [..., N, K] per gate.
+  g: jax.Array,
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+  """Gradients of <g, gated_deltas(weights, gates, x)> in weights and gates.
+
+  With the edge products p_ik = g_i (x[nbr_ik] - x_i) they are
+
+    dw_m,ik = <gates_m, p_ik>,    dc_m = sum_ik weights_m,ik p_ik.
 
   Args:
     graph: the graph.
-    g: [..., N, D].
+    weights: M arrays [..., N, K].
     gates: M arrays [..., 1, D].
     x: [..., N, D].
+    g: [..., N, D].
 
   Returns:
-    M arrays [..., N, K], zero in empty slots.
+    dw: M arrays [..., N, K], zero in empty slots.
+    dc: M arrays [..., 1, D].
   """
-  dtype = _wide(g, *gates, x)
+  lead, (n, d), slots = x.ndim - 2, x.shape[-2:], graph.num_slots
+  dtype = _wide(*weights, *gates, x, g)
   basis = jnp.concatenate([gate.astype(dtype) for gate in gates], -2)
-  basis = jnp.swapaxes(basis, -1, -2)
+  reach = _extend(graph, x)
 
-  def reduce(near, valid):
-    delta = jnp.where(valid, near - x.astype(dtype), 0)
-    product = jnp.where(valid, g.astype(dtype) * delta, 0)
-    return jnp.matmul(product, basis, precision=jax.lax.Precision.HIGHEST)
+  def step(total, part):
+    x, g, nbr, emask, weights = part
+    valid = emask[..., None]
+    delta = (
+      _take(reach, nbr, lead).astype(dtype) - x.astype(dtype)[..., None, :]
+    )
+    delta = jnp.where(valid, delta, 0)
+    product = jnp.where(valid, g.astype(dtype)[..., None, :] * delta, 0)
+    flat = product.reshape(*product.shape[:lead], -1, d)
+    dw = _exact(flat, jnp.swapaxes(basis, -1, -2))
+    w = [jnp.where(emask, w, 0).astype(dtype) for w in weights]
+    w = jnp.stack(w, lead).reshape(*basis.shape[:-1], -1)
+    return total + _exact(w, flat), dw.reshape(*emask.shape, -1)
 
-  dots = jnp.moveaxis(_per_slot(graph, x, reduce), 0, -1)
-  dots = dots.astype(jnp.result_type(g, x))
-  return tuple(dots[..., m, :] for m in range(len(gates)))
+  parts = [_split(v, d, slots) for v in (x, g, graph.nbr, graph.emask)]
+  parts.append([_split(w, d, slots) for w in weights])
+  total, dw = jax.lax.scan(step, jnp.zeros_like(basis), parts)
+  dw = _merge(dw, n, lead)
+  count = range(len(gates))
+  dw = tuple(dw[..., m].astype(weights[m].dtype) for m in count)
+  dc = tuple(total[..., m, None, :].astype(gates[m].dtype) for m in count)
+  return dw, dc

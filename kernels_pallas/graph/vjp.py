@@ -4,24 +4,28 @@ Every cotangent is again one of these operations (with a weight transposed by a
 gather through `rev`), so the family is closed under reverse-mode
 differentiation of any order, deterministic, and free of atomics.
 
-Let T(w, c, x, g) = sum_i <g_i, sum_k (sum_m c_m w_m,ik) (x[nbr_ik] - x_i)>.
-It is linear in each argument; `gated_deltas` is its gradient in g,
-`gated_dots` the one in w, and those in x and c are
+`spmm`, `sddmm` and `transpose` are the partial gradients of one trilinear form
+<g, W x>. The gated operations are those of
 
-  dT/dx_i = gated_deltas(w^T, c, g)_i
-            + g_i sum_m c_m sum_k (w^T_m,ik - w_m,ik),
-  dT/dc_m = sum_i g_i * (sum_k w_m,ik (x[nbr_ik] - x_i)),
+  T(w, c, x, g) = sum_i <g_i, sum_k (sum_m c_m w_m,ik) (x[nbr_ik] - x_i)>,
 
-so both operations share one backward rule.
+linear in each argument: `gated_deltas` is dT/dg, `gated_adjoint` is dT/dx and
+`gated_coefficients` is the pair (dT/dw, dT/dc), which share a gather.
 """
 
 import jax
-import jax.numpy as jnp
 
 from kernels_pallas.graph import reference
 from kernels_pallas.graph.patch_graph import PatchGraph
 
-__all__ = ['gated_deltas', 'gated_dots', 'sddmm', 'spmm', 'transpose']
+__all__ = [
+  'gated_adjoint',
+  'gated_coefficients',
+  'gated_deltas',
+  'sddmm',
+  'spmm',
+  'transpose',
+]
 
 Arrays = tuple[jax.Array, ...]
 
@@ -80,70 +84,52 @@ sddmm.defvjp(
 def gated_deltas(
   graph: PatchGraph, weights: Arrays, gates: Arrays, x: jax.Array
 ) -> jax.Array:
-  """y_i = sum_k (sum_m gates_m weights_m,ik) (x[nbr_ik] - x_i)."""
+  """dT/dg."""
   return reference.gated_deltas(graph, weights, gates, x)
 
 
 @jax.custom_vjp
-def gated_dots(
-  graph: PatchGraph, g: jax.Array, gates: Arrays, x: jax.Array
-) -> Arrays:
-  """e_m,ik = <gates_m g_i, x[nbr_ik] - x_i>."""
-  return reference.gated_dots(graph, g, gates, x)
-
-
-def _row_sums(graph: PatchGraph, w: jax.Array) -> jax.Array:
-  return jnp.where(graph.emask, w, 0).sum(-1, keepdims=True)
-
-
-def _gradient_x(
+def gated_adjoint(
   graph: PatchGraph, weights: Arrays, gates: Arrays, g: jax.Array
 ) -> jax.Array:
   """dT/dx."""
-  turned = tuple(transpose(graph, w) for w in weights)
-  skew = sum(
-    gate * (_row_sums(graph, t) - _row_sums(graph, w))
-    for gate, t, w in zip(gates, turned, weights, strict=True)
-  )
-  linked = graph.emask.any(-1, keepdims=True)
-  return gated_deltas(graph, turned, gates, g) + jnp.where(linked, skew * g, 0)
+  return reference.gated_adjoint(graph, weights, gates, g)
 
 
-def _gradient_gates(
+@jax.custom_vjp
+def gated_coefficients(
   graph: PatchGraph, weights: Arrays, gates: Arrays, x: jax.Array, g: jax.Array
-) -> Arrays:
-  """dT/dc."""
-  linked = graph.emask.any(-1, keepdims=True)
-  gradients = []
-  for w, gate in zip(weights, gates, strict=True):
-    delta = gated_deltas(graph, (w,), (jnp.ones_like(gate),), x)
-    product = jnp.where(linked, g * delta, 0)
-    gradients.append(_like(product.sum(-2, keepdims=True), gate))
-  return tuple(gradients)
+) -> tuple[Arrays, Arrays]:
+  """(dT/dw, dT/dc)."""
+  return reference.gated_coefficients(graph, weights, gates, x, g)
 
 
-def _gated_deltas_backward(residual, g):
+def _deltas_backward(residual, g):
   graph, weights, gates, x = residual
-  dots = gated_dots(graph, g, gates, x)
-  return (
-    None,
-    tuple(_like(e, w) for e, w in zip(dots, weights, strict=True)),
-    _gradient_gates(graph, weights, gates, x, g),
-    _like(_gradient_x(graph, weights, gates, g), x),
-  )
+  dw, dc = gated_coefficients(graph, weights, gates, x, g)
+  return None, dw, dc, _like(gated_adjoint(graph, weights, gates, g), x)
 
 
-def _gated_dots_backward(residual, weights):
-  graph, g, gates, x = residual
-  return (
-    None,
-    _like(gated_deltas(graph, weights, gates, x), g),
-    _gradient_gates(graph, weights, gates, x, g),
-    _like(_gradient_x(graph, weights, gates, g), x),
-  )
+def _adjoint_backward(residual, x):
+  graph, weights, gates, g = residual
+  dw, dc = gated_coefficients(graph, weights, gates, x, g)
+  return None, dw, dc, _like(gated_deltas(graph, weights, gates, x), g)
 
 
-gated_deltas.defvjp(
-  lambda *args: (gated_deltas(*args), args), _gated_deltas_backward
+def _coefficients_backward(residual, cotangents):
+  graph, weights, gates, x, g = residual
+  u, v = cotangents
+  # The cotangents u, v pair with T(u, c, x, g) + T(w, v, x, g).
+  dw, dc = gated_coefficients(graph, u, v, x, g)
+  dx = gated_adjoint(graph, u, gates, g) + gated_adjoint(graph, weights, v, g)
+  dg = gated_deltas(graph, u, gates, x) + gated_deltas(graph, weights, v, x)
+  return None, dw, dc, _like(dx, x), _like(dg, g)
+
+
+gated_deltas.defvjp(lambda *args: (gated_deltas(*args), args), _deltas_backward)
+gated_adjoint.defvjp(
+  lambda *args: (gated_adjoint(*args), args), _adjoint_backward
 )
-gated_dots.defvjp(lambda *args: (gated_dots(*args), args), _gated_dots_backward)
+gated_coefficients.defvjp(
+  lambda *args: (gated_coefficients(*args), args), _coefficients_backward
+)

@@ -64,12 +64,24 @@ def is_expected(error: Exception) -> bool:
 
 def guard(call: Callable[[], Any], show_traceback: bool) -> Any:
   """Returns `call()`; an expected error becomes one line and exit code 2."""
+  _quiet()
   try:
     return call()
   except Exception as error:
     if show_traceback or not is_expected(error):
       raise
     fail(f'{error} (--traceback shows where)')
+
+
+def _quiet() -> None:
+  """Drops what other packages say at level INFO through absl's logger."""
+  from absl import logging
+
+  ours = lambda record: any(owner in record.pathname for owner in _OWNERS)
+  logging.get_absl_handler().addFilter(
+    lambda record: record.levelno > logging.converter.STANDARD_INFO
+    or ours(record)
+  )
 
 
 def _meant(name: str, known: Iterable[str]) -> str:

@@ -4,6 +4,8 @@ import os
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+# Two test processes may ask the TPU compiler at once.
+os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
 
 import jax  # noqa: E402
 

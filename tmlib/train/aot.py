@@ -144,8 +144,10 @@ def topology_devices(topology: str) -> list[Any]:
       f'topology={topology!r}: the TPU compiler is not installed; '
       "pip install 'tmlib[aot]' (Linux only)"
     )
-  # Without it, the compiler waits for a metadata server that is not there.
+  # No chip is touched: neither wait for a metadata server that is not there,
+  # nor for another process that has loaded the compiler too.
   os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+  os.environ.setdefault('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')
   from jax.experimental import topologies
 
   try:

@@ -157,6 +157,8 @@ def _parse(
   try:
     labels = np.array(label_text, np.float64)
     table = np.loadtxt(rest, delimiter=',', ndmin=2, comments=None)
+    if len(table) < len(lines):
+      raise ValueError('loadtxt drops rows that are blank')
   except ValueError:
     _raise_not_a_number(path, lines)
     raise

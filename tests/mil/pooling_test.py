@@ -1,0 +1,74 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tmlib.mil import pooling
+
+# Names of the pools that need no scores.
+_POOLS = {'mean': pooling.mean_pool, 'max': pooling.max_pool}
+
+
+def test_attention_by_hand():
+  # exp(0) : exp(ln 3) = 1 : 3.
+  features = jnp.array([[[0.0, 4.0], [8.0, 0.0], [np.nan, np.nan]]])
+  scores = jnp.array([[0.0, np.log(3.0), 5.0]])
+  mask = jnp.array([[True, True, False]])
+  pooled, attention = pooling.attention_pool(features, scores, mask)
+  np.testing.assert_allclose(pooled, [[6.0, 1.0]], rtol=1e-6)
+  np.testing.assert_allclose(attention, [[0.25, 0.75, 0.0]], rtol=1e-6)
+
+
+def test_max_by_hand_with_ties():
+  features = jnp.array([[[1.0, 5.0], [3.0, 5.0], [9.0, 9.0]]])
+  mask = jnp.array([[True, True, False]])
+  pooled, share = pooling.max_pool(features, mask)
+  np.testing.assert_array_equal(pooled, [[3.0, 5.0]])
+  # The first feature belongs to instance 1, the second to both.
+  np.testing.assert_allclose(share, [[0.25, 0.75, 0]])
+
+
+@pytest.mark.parametrize('name', ['attention', *_POOLS])
+def test_packed_rows_equal_bags_one_by_one(name):
+  rng = np.random.default_rng(0)
+  lengths, size = (4, 1, 6, 0), 14
+  features = np.full((1, size, 3), np.nan, np.float32)
+  scores = np.full((1, size), np.inf, np.float32)
+  ids = np.zeros((1, size), np.int32)
+  bags, start = [], 1  # the first cell is padding as well
+  for s, n in enumerate(lengths):
+    x = rng.normal(size=(n, 3)).astype(np.float32)
+    e = rng.normal(size=n).astype(np.float32)
+    cells = slice(start, start + n)
+    features[0, cells], scores[0, cells], ids[0, cells] = x, e, s
+    bags.append((x, e, cells))
+    start += n
+  mask = np.isfinite(features).all(-1)
+
+  def pool(features, scores, mask, ids=None, count=1):
+    if name == 'attention':
+      return pooling.attention_pool(features, scores, mask, ids, count)
+    return _POOLS[name](features, mask, ids, count)
+
+  pooled, weights = jax.jit(pool, static_argnums=4)(
+    features, scores, mask, ids, 4
+  )
+  assert pooled.shape == (1, 4, 3)
+  for s, (x, e, cells) in enumerate(bags):
+    if not len(x):
+      np.testing.assert_array_equal(pooled[0, s], np.zeros(3))
+      continue
+    one, w = pool(x[None], e[None], np.ones((1, len(x)), bool))
+    np.testing.assert_allclose(pooled[0, s], one[0], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(weights[0, cells], w[0], rtol=1e-6, atol=1e-7)
+  np.testing.assert_array_equal(np.asarray(weights)[~mask], 0)
+
+
+@pytest.mark.parametrize('name', _POOLS)
+def test_gradients_ignore_padding(name):
+  mask = jnp.array([[True, False], [False, False]])
+  features = jnp.where(mask[..., None], jnp.ones((2, 2, 3)), jnp.nan)
+  grad = jax.jit(jax.grad(lambda x: _POOLS[name](x, mask)[0].sum()))(features)
+  want = np.zeros((2, 2, 3))
+  want[0, 0] = 1
+  np.testing.assert_allclose(grad, want, atol=1e-6)

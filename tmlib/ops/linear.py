@@ -180,7 +180,11 @@ def ggn_product(
 
 
 def nystrom_preconditioner(
-  matvec: MatVec, key: jax.Array, dim: int, rank: int, ridge: float
+  matvec: MatVec,
+  key: jax.Array,
+  dim: int,
+  rank: int,
+  ridge: jax.Array | float,
 ) -> Callable[[jax.Array], jax.Array]:
   r"""Randomised low-rank preconditioner for A + ridge I.
 
@@ -205,7 +209,7 @@ def nystrom_preconditioner(
   """
   if not 1 <= rank <= dim:
     raise ValueError(f'rank={rank} must be in [1, dim={dim}].')
-  if not ridge > 0:
+  if not isinstance(ridge, jax.core.Tracer) and not ridge > 0:
     raise ValueError(
       f'ridge={ridge} must be > 0: the sketch only improves a damped system.'
     )

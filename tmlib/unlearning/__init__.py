@@ -9,12 +9,36 @@ from tmlib.unlearning.dynamics import (
   simulate_npo,
   stopping_time,
 )
+from tmlib.unlearning.diagnostics import (
+  LeverageReport,
+  audit,
+  recommend,
+  standard_specs,
+)
+from tmlib.unlearning.ggn import (
+  Solver,
+  ggn_matvec,
+  linearize,
+  predict_gap,
+  retain_displacement,
+  stationarity,
+)
 from tmlib.unlearning.leverage import (
   Leverage,
   cross_leverage,
   downdate,
   leverage,
   loo_residual,
+)
+from tmlib.unlearning.losses import Loss, convex, get_loss
+from tmlib.unlearning.metrics import (
+  centre,
+  forget_quality_ks,
+  gap_norm,
+  kl_to_retrained,
+  membership_auc,
+  relative_error,
+  truth_ratio,
 )
 from tmlib.unlearning.problem import (
   RidgeProblem,

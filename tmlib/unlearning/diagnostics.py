@@ -1,0 +1,306 @@
+r"""The audit: what deleting a set will do, before anything is deleted.
+
+With the leverages of `leverage`, the residual r of the forget set, the
+displacement D_0 = th - th_R (from which doing nothing leaves gap_F = X_F D_0,
+gap_R = X_R D_0) and K_QF = X_Q X_F':
+
+  dof        sum h / (1 + h) over the eigenvalues h of H_FF
+  rho_c      1 / lmax: critical forget weight of GradDiff (alpha_c for means)
+  influence  ||H_FF h_FF r|| / ||H_FF r||, what an influence step leaves on F
+  alignment  cos_F = cos(gap_F, K_FF r): how far the best step of plain
+             gradient ascent can fix F (it leaves sin); cos_R likewise on R
+  null share r' H_perp r / r' H_FF r, H_perp = X_F P X_F' / ridge with P the
+             projector on null(X_R): what can be undone without touching R
+  span deficiency ||(I - Pi_F) D_0|| / ||D_0||, Pi_F on the row space of X_F:
+             what forget-only Euclidean methods can never reach
+
+Axes: R retain, F forget rows, d features, c outputs.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from tmlib.unlearning import dynamics
+from tmlib.unlearning import leverage as leverage_lib
+from tmlib.unlearning import problem as problem_lib
+from tmlib.unlearning import spec as spec_lib
+from tmlib.unlearning.problem import RidgeProblem
+from tmlib.unlearning.spec import UnlearnSpec
+
+__all__ = ['LeverageReport', 'audit', 'recommend', 'standard_specs']
+
+
+class LeverageReport(NamedTuple):
+  """Everything the audit knows; floats and NumPy arrays.
+
+  Attributes:
+    eigenvalues: [F] of H_FF, largest first (the leading ones if matrix-free).
+    lmax: the largest of them.
+    trace: tr H_FF.
+    dof: effective number of parameters that F pins down.
+    logdet: log det(I + H_FF).
+    rho_c: critical forget weight, sum losses (`rho_c_local` if `local`).
+    alpha_c: the same for mean losses.
+    local: thresholds are local (cross-entropy): never a reason to refuse.
+    influence_error: share of the forget gap that an influence step leaves.
+    cos_forget: alignment on F, NaN without signal.
+    cos_retain: alignment on R.
+    null_share: see above; NaN when not computed.
+    span_deficiency: see above.
+    stationarity: ||g_tot|| / ||g_F||, zero at a minimum.
+    idle: (||gap_F||, ||gap_R||) of doing nothing, in output units.
+    forget_gaps: [F], gap of each forget row when nothing is done.
+    predicted: {method: (F, R)}, gaps relative to doing nothing.
+    harmed: indices of the retain rows that doing nothing hurts most.
+    harm: their gaps, in output units.
+    recommendation: name of a method.
+    reason: a sentence.
+    flags: named warnings.
+  """
+
+  eigenvalues: np.ndarray
+  lmax: float
+  trace: float
+  dof: float
+  logdet: float
+  rho_c: float
+  alpha_c: float
+  local: bool
+  influence_error: float
+  cos_forget: float
+  cos_retain: float
+  null_share: float
+  span_deficiency: float
+  stationarity: float
+  idle: tuple[float, float]
+  forget_gaps: np.ndarray
+  predicted: dict[str, tuple[float, float]]
+  harmed: np.ndarray
+  harm: np.ndarray
+  recommendation: str
+  reason: str
+  flags: tuple[str, ...]
+
+
+def standard_specs(
+  problem: RidgeProblem, steps: int = 10
+) -> list[UnlearnSpec]:
+  """The methods an audit compares, all with the same number of steps.
+
+  Step sizes are 1 / largest eigenvalue of the full curvature; gradient ascent
+  gets its best single step; GradDiff a tenth of its critical weight.
+  """
+  p = problem_lib.check_problem(problem)
+  A = np.asarray(problem_lib.full_curvature(p), np.float64)
+  lr = float(1 / np.linalg.eigvalsh(A)[-1])
+  lmax = float(leverage_lib.leverage(p, 'downdate').eigenvalues[0])
+  rho = 0.1 / max(lmax, 1e-30)
+  ascent = spec_lib.gradient_ascent(1.0)
+  best = max(dynamics.optimal_scalar_step(p, ascent), 0.0)
+  cg = spec_lib.retain_finetune(steps=steps, solver='cg')
+  return [
+    spec_lib.gradient_ascent(best),
+    spec_lib.graddiff(rho, reduction='sum', lr=lr, steps=steps),
+    spec_lib.neggrad_plus(
+      1 / (1 + rho), reduction='sum', lr=lr, steps=steps
+    ),
+    spec_lib.retain_finetune(lr, steps),
+    cg,
+    spec_lib.influence(),
+    spec_lib.woodbury_influence(),
+    spec_lib.scrub(min(rho, 1.0), 1.0, 1.0, lr / 2, steps),
+    spec_lib.corrected_relabel(1.0, lr, steps),
+  ]
+
+
+def _ratio(a: float, b: float) -> float:
+  return a / b if b > 0 else float('nan')
+
+
+def _cos(a, b) -> float:
+  size = float(jnp.linalg.norm(a) * jnp.linalg.norm(b))
+  return _ratio(float(jnp.sum(a * b)), size)
+
+
+def _null_share(p: RidgeProblem, lev, r) -> float:
+  if not float(p.ridge) > 0:
+    return 0.0  # A_R is regular without ridge: no unseen direction
+  P = spec_lib.retain_null(1e-6 if p.X_R.dtype == jnp.float32 else 1e-10)(p)
+  unseen = jnp.sum((P @ (p.X_F.T @ r)) ** 2) / p.ridge
+  return _ratio(float(unseen), float(jnp.sum(r * (lev.forget_self @ r))))
+
+
+def _span_deficiency(p: RidgeProblem, D) -> float:
+  basis, s, _ = jnp.linalg.svd(p.X_F.T, full_matrices=False)
+  basis = basis * (s > 1e-6 * s[0])[None]
+  outside = D - basis @ (basis.T @ D)
+  return _ratio(float(jnp.linalg.norm(outside)), float(jnp.linalg.norm(D)))
+
+
+def audit(
+  problem: RidgeProblem,
+  specs: Sequence[UnlearnSpec] | None = None,
+  *,
+  top: int = 10,
+  local: bool = False,
+  tol: float = 1e-2,
+) -> LeverageReport:
+  """Diagnoses a deletion request and predicts each method's gap.
+
+  Args:
+    problem: RidgeProblem, or `ggn.linearize` of a small network.
+    specs: methods to predict; None for `standard_specs`.
+    top: how many harmed retain rows to name.
+    local: the thresholds are local (cross-entropy).
+    tol: a start with ||g_tot|| / ||g_F|| beyond it is flagged.
+
+  Returns:
+    LeverageReport.
+
+  Raises:
+    ValueError: bad data or a singular A_R.
+  """
+  p = problem_lib.check_problem(problem)
+  flags = []
+  if problem_lib.warn_duplicates(p.X_R, p.X_F):
+    flags.append('duplicates')
+  lev = leverage_lib.leverage(p)
+  theta = problem_lib.initial(p)
+  r = p.Y_F - p.X_F @ theta
+  D = theta - problem_lib.fit_retain(p)
+  gap_F, gap_R = p.X_F @ D, p.X_R @ D
+  g_F = p.X_F.T @ r
+  g_tot = problem_lib.retain_curvature(p) @ D - g_F
+  drift = _ratio(float(jnp.linalg.norm(g_tot)), float(jnp.linalg.norm(g_F)))
+  flags += _signal_flags(p, r, drift, tol)
+
+  eigs = np.asarray(lev.eigenvalues, np.float64)
+  hat = jnp.linalg.solve(
+    jnp.eye(len(lev.forget_self)) + lev.forget_self, lev.forget_self
+  )
+  idle = (float(jnp.linalg.norm(gap_F)), float(jnp.linalg.norm(gap_R)))
+  predicted = {}
+  for one in standard_specs(p) if specs is None else specs:
+    gap = dynamics.closed_form_gap(p, one)
+    predicted[one.name] = (
+      _ratio(float(jnp.linalg.norm(gap.forget)), idle[0]),
+      _ratio(float(jnp.linalg.norm(gap.retain)), idle[1]),
+    )
+  scores = np.linalg.norm(np.asarray(gap_R), axis=1)
+  harmed = np.argsort(-scores)[:top]
+  sizes = len(p.X_R), len(p.X_F)
+  K_F = p.X_F @ g_F
+  null_share = _null_share(p, lev, r)
+  span = _span_deficiency(p, D)
+  cos_F = _cos(gap_F, K_F)
+  name, reason = recommend(
+    float(eigs[0]), cos_F, null_share, span, predicted, idle
+  )
+  return LeverageReport(
+    eigenvalues=eigs,
+    lmax=float(eigs[0]),
+    trace=float(eigs.sum()),
+    dof=float((eigs / (1 + eigs)).sum()),
+    logdet=float(np.log1p(eigs).sum()),
+    rho_c=float(dynamics.critical_weight(eigs[0], 'sum', *sizes)),
+    alpha_c=float(dynamics.critical_weight(eigs[0], 'mean', *sizes)),
+    local=local,
+    influence_error=_ratio(
+      float(jnp.linalg.norm(lev.forget_self @ hat @ r)),
+      float(jnp.linalg.norm(lev.forget_self @ r)),
+    ),
+    cos_forget=cos_F,
+    cos_retain=_cos(gap_R, p.X_R @ g_F),
+    null_share=null_share,
+    span_deficiency=span,
+    stationarity=drift,
+    idle=idle,
+    forget_gaps=np.linalg.norm(np.asarray(gap_F), axis=1),
+    predicted=predicted,
+    harmed=harmed,
+    harm=scores[harmed],
+    recommendation=name,
+    reason=reason,
+    flags=tuple(flags),
+  )
+
+
+def _signal_flags(p, r, drift, tol) -> list[str]:
+  flags = []
+  scale = float(jnp.linalg.norm(p.Y_F - p.X_F @ p.prior))
+  if float(jnp.linalg.norm(r)) <= 1e-6 * scale:
+    flags.append('no_gradient_signal')
+    warnings.warn(
+      'the model interpolates the forget set (r_F = 0): every forget gradient '
+      'vanishes although the gap to retraining does not. Use a retain-side '
+      'method (retain_finetune, retain_newton) or retrain.',
+      stacklevel=3,
+    )
+  if drift > tol:
+    flags.append('not_stationary')
+    warnings.warn(
+      f'the start is not stationary (||g_tot|| / ||g_F|| = {drift:.2g}); its '
+      'total gradient is included in every prediction.',
+      stacklevel=3,
+    )
+  return flags
+
+
+def recommend(
+  lmax: float,
+  cos_F: float,
+  null_share: float,
+  span: float,
+  predicted: dict[str, tuple[float, float]],
+  idle: tuple[float, float],
+) -> tuple[str, str]:
+  """The method with the smallest predicted gap on F and R, and why.
+
+  Methods within a percent of doing nothing of the best count as equal; the
+  earliest listed (cheapest) of them wins. The reason names the regime.
+
+  Args:
+    lmax: largest self-leverage.
+    cos_F: alignment of gradient ascent.
+    null_share: share that no retain row sees.
+    span: span deficiency.
+    predicted: {method: (F, R)} relative to doing nothing.
+    idle: gaps of doing nothing on F and R.
+
+  Returns:
+    Name and a sentence.
+  """
+  weight = np.square(np.nan_to_num(np.asarray(idle)))
+  total = {
+    name: float(np.sqrt(np.sum(np.square(np.nan_to_num(gap)) * weight)))
+    for name, gap in predicted.items()
+  }
+  size = float(np.sqrt(weight.sum()))
+  finite = {k: v for k, v in total.items() if np.isfinite(v)}
+  if not finite or size == 0:
+    return 'none', 'Nothing to undo: the predicted gap of doing nothing is 0.'
+  best = min(finite.values())
+  name = next(k for k, v in finite.items() if v <= best + 0.01 * size)
+  if lmax < 0.1 and cos_F > 0.9:
+    why = f'leverage is small (lmax {lmax:.2g}) and ascent is aligned, so '
+    why += 'that any local method works'
+  elif span > 0.5 and null_share <= 0.9:
+    why = f'{span:.0%} of the needed move lies outside the span of the forget '
+    why += 'rows, so that forget-only methods cannot make it'
+  elif null_share > 0.9:
+    why = f'{null_share:.0%} of the self-leverage is in directions that no '
+    why += 'retain row sees, so that projected methods can undo it'
+  elif lmax <= 1:
+    why = f'leverage is moderate (lmax {lmax:.2g}): an uncorrected influence '
+    why += f'step leaves up to {lmax / (1 + lmax):.0%} of the forget gap'
+  else:
+    why = f'leverage is large (lmax {lmax:.2g}): only methods that use the '
+    why += 'retained curvature come close, else retrain'
+  left = finite[name] / size
+  return name, (
+    f'{name}: predicted to leave {left:.1%} of the gap of doing nothing; {why}.'
+  )

@@ -3,7 +3,7 @@
 Everything is vectorised over nodes and edges, deterministic, and symmetric by
 construction, so the table of opposite slots always exists.
 
-Axes: N nodes, K slots per node, E directed edges, P features.
+Axes: N nodes, K slots per node, E directed edges.
 """
 
 import warnings
@@ -12,79 +12,44 @@ from typing import Literal
 import numpy as np
 
 from kernels_pallas.graph import PatchGraph
+from tmlib.ops.ell_table import node_mask, row_slots, table
+from tmlib.ops.graph_check import to_dense, validate_graph
+from tmlib.ops.grid import (
+  GRID_TOLERANCE,
+  check_coords,
+  fit_grid,
+  grid_index,
+  grid_pairs,
+  morton_order,
+  radius_pairs,
+  row_major_order,
+)
+from tmlib.ops.knn import knn_graph
 
 __all__ = [
   'ell_from_edges',
   'ell_from_grid',
+  'graph_from_coords',
+  'grid_index',
   'knn_graph',
+  'morton_order',
+  'radius_graph',
+  'row_major_order',
+  'to_dense',
+  'validate_graph',
 ]
 
 
-def _name_nodes(nodes: np.ndarray, limit: int = 5) -> str:
-  names = ', '.join(str(int(node)) for node in nodes[:limit])
-  return names + (', ...' if len(nodes) > limit else '')
-
-
-def _degrees(tail: np.ndarray, n: int) -> np.ndarray:
-  return np.bincount(tail, minlength=n)
-
-
-def _slots(tail: np.ndarray, n: int) -> np.ndarray:
-  """Position of each edge within its row, for edges sorted by tail."""
-  degree = _degrees(tail, n)
-  first = np.cumsum(degree) - degree
-  return np.arange(len(tail)) - first[tail]
-
-
-def _table(tail: np.ndarray, head: np.ndarray, n: int, k: int) -> PatchGraph:
-  """The table of a symmetric edge set without loops or repeats, degree <= k.
-
-  Args:
-    tail: [E] int64.
-    head: [E] int64.
-    n: number of nodes.
-    k: width of the table.
-  """
-  order = np.lexsort((head, tail))
-  tail, head = tail[order], head[order]
-  slot = _slots(tail, n)
-  # Edges sorted by (head, tail) are the opposites of those by (tail, head).
-  opposite = np.lexsort((tail, head))
-  nbr = np.repeat(np.arange(n, dtype=np.int32)[:, None], k, 1)
-  emask = np.zeros((n, k), bool)
-  rev = np.zeros((n, k), np.int32)
-  nbr[tail, slot] = head
-  emask[tail, slot] = True
-  rev[tail, slot] = slot[opposite]
-  return PatchGraph(nbr, emask, rev)
-
-
-def _width(tail: np.ndarray, n: int, k: int | None) -> int:
-  """Table width: k, or the largest degree; error where a node exceeds k."""
-  degree = _degrees(tail, n)
-  largest = int(degree.max(initial=0))
-  if k is None:
-    return max(largest, 1)
-  if k < 1:
-    raise ValueError(f'k={k} must be at least 1, the slots per node')
-  if largest > k:
-    crowded = np.flatnonzero(degree > k)
+def _slide_index(slide: np.ndarray | None, n: int) -> np.ndarray | None:
+  """Slide labels as [N] int64 from 0."""
+  if slide is None:
+    return None
+  slide = np.asarray(slide)
+  if slide.shape != (n,):
     raise ValueError(
-      f'node {int(degree.argmax())} has degree {largest}, more than the k={k} '
-      f'slots of the table ({len(crowded)} nodes exceed it: '
-      f'{_name_nodes(crowded)}); raise k, or drop edges (ell_from_edges has '
-      'truncate=True)'
+      f'slide has shape {slide.shape}, expected ({n},): one slide per patch'
     )
-  return k
-
-
-def _node_mask(mask: np.ndarray | None, n: int) -> np.ndarray:
-  if mask is None:
-    return np.ones(n, bool)
-  mask = np.asarray(mask, bool)
-  if mask.shape != (n,):
-    raise ValueError(f'mask has shape {mask.shape}, expected ({n},)')
-  return mask
+  return np.unique(slide, return_inverse=True)[1].astype(np.int64)
 
 
 def ell_from_grid(
@@ -119,7 +84,9 @@ def ell_from_grid(
   """
   ij = np.asarray(ij)
   if ij.ndim != 2 or ij.shape[1] != 2:
-    raise ValueError(f'ij has shape {ij.shape}, expected [N, 2]')
+    raise ValueError(
+      f'ij has shape {ij.shape}, expected [N, 2]: row and column per patch'
+    )
   if not np.issubdtype(ij.dtype, np.integer):
     raise TypeError(
       f'ij has dtype {ij.dtype}, expected integers; convert coordinates with '
@@ -130,66 +97,25 @@ def ell_from_grid(
   if duplicates not in ('error', 'first'):
     raise ValueError(f'duplicates={duplicates!r} must be "error" or "first"')
   n = len(ij)
-  nodes = np.flatnonzero(_node_mask(mask, n))
-  labels = None
-  if slide is not None:
-    slide = np.asarray(slide)
-    if slide.shape != (n,):
-      raise ValueError(
-        f'slide has shape {slide.shape}, expected ({n},): one slide per patch'
-      )
-    labels = np.unique(slide, return_inverse=True)[1][nodes]
-  key, width = _grid_keys(ij[nodes], labels)
-  order = np.argsort(key, kind='stable')
-  nodes, key = nodes[order], key[order]
-  repeated = np.flatnonzero(key[1:] == key[:-1]) + 1
-  if len(repeated):
-    first, second = nodes[repeated[0] - 1], nodes[repeated[0]]
+  nodes = np.flatnonzero(node_mask(mask, n))
+  slides = _slide_index(slide, n)
+  slides = None if slides is None else slides[nodes]
+  a, b, first, again = grid_pairs(ij[nodes], slides, connectivity)
+  if len(again):
+    one, two = nodes[first[0]], nodes[again[0]]
     message = (
-      f'{len(repeated)} patches repeat a position; nodes {first} and {second} '
-      f'are both at {ij[second].tolist()}'
+      f'{len(again)} patches repeat a position; patches {one} and {two} are '
+      f'both at {ij[two].tolist()}'
     )
     if duplicates == 'error':
       raise ValueError(
-        f'{message}; drop the repeats, pass slide=, or duplicates="first"'
+        f'{message}; drop the repeats, pass slide= if they are on different '
+        'slides, or pass duplicates="first"'
       )
-    warnings.warn(f'{message}; they get no edges', stacklevel=2)
-    nodes, key = np.delete(nodes, repeated), np.delete(key, repeated)
-  tail, head = _grid_edges(nodes, key, width, connectivity)
-  return _table(
-    tail, head, n, _width(tail, n, connectivity if k is None else k)
-  )
-
-
-def _grid_keys(
-  ij: np.ndarray, slide: np.ndarray | None
-) -> tuple[np.ndarray, int]:
-  """One integer per position, and the difference between two grid rows.
-
-  A free border around each slide keeps its neighbours from wrapping around.
-  """
-  if not len(ij):
-    return np.zeros(0, np.int64), 3
-  ij = ij.astype(np.int64)
-  ij = ij - ij.min(0) + 1
-  height, width = (ij.max(0) + 2).tolist()
-  key = ij[:, 0] * width + ij[:, 1]
-  return (key if slide is None else key + slide * height * width), width
-
-
-def _grid_edges(
-  nodes: np.ndarray, key: np.ndarray, width: int, connectivity: int
-) -> tuple[np.ndarray, np.ndarray]:
-  """Directed edges between nodes whose sorted keys differ by an offset."""
-  offsets = [1, width] + ([width - 1, width + 1] if connectivity == 8 else [])
-  pairs = []
-  for offset in offsets:
-    place = np.searchsorted(key, key + offset)
-    found = place < len(key)
-    found[found] = key[place[found]] == key[found] + offset
-    pairs.append((nodes[found], nodes[place[found]]))
-  tail, head = (np.concatenate(part) for part in zip(*pairs, strict=True))
-  return np.concatenate([tail, head]), np.concatenate([head, tail])
+    warnings.warn(f'{message}; the later ones get no edges', stacklevel=2)
+  tail = nodes[np.concatenate([a, b])]
+  head = nodes[np.concatenate([b, a])]
+  return table(tail, head, n, connectivity if k is None else k)
 
 
 def ell_from_edges(
@@ -221,143 +147,169 @@ def ell_from_edges(
       "error", or a node with more than k neighbours.
     TypeError: if the edges are not integers.
   """
-  edges = np.asarray(edges)
-  if edges.size == 0:
-    edges = np.zeros((0, 2), np.int64)
-  if edges.ndim != 2 or edges.shape[1] != 2:
-    raise ValueError(f'edges have shape {edges.shape}, expected [E, 2]')
-  if not np.issubdtype(edges.dtype, np.integer):
-    raise TypeError(f'edges have dtype {edges.dtype}, expected integers')
+  edges = _check_edges(edges, n)
   if symmetrise not in ('warn', 'error'):
     raise ValueError(f'symmetrise={symmetrise!r} must be "warn" or "error"')
-  outside = np.flatnonzero(((edges < 0) | (edges >= n)).any(1))
-  if len(outside):
-    raise ValueError(
-      f'edge {int(outside[0])} is {edges[outside[0]].tolist()}, but its ends '
-      f'must lie in [0, {n})'
-    )
-  tail, head = edges.astype(np.int64)[edges[:, 0] != edges[:, 1]].T
-  both = np.concatenate([tail * n + head, head * n + tail])
-  keys, first = np.unique(both, return_index=True)
-  given = np.unique(tail * n + head)
-  if len(keys) != len(given):
-    lone = np.setdiff1d(keys, given)[0]
+  tail, head = edges[edges[:, 0] != edges[:, 1]].T
+  # Both directions side by side, so that they share the place of an edge's
+  # first mention.
+  given = np.stack([tail * n + head, head * n + tail], 1).ravel()
+  keys, mention = np.unique(given, return_index=True)
+  lonely = np.setdiff1d(keys, given[::2])
+  if len(lonely):
     message = (
-      f'{len(keys) - len(given)} edges have no opposite, the first is '
-      f'{int(lone % n)} -> {int(lone // n)}'
+      f'{len(lonely)} edges have no opposite, for example '
+      f'{lonely[0] % n} -> {lonely[0] // n}'
     )
     if symmetrise == 'error':
       raise ValueError(
-        f'{message}; patch graphs are symmetric: add the opposites or pass '
+        f'{message}; patch graphs are symmetric: add the opposites, or pass '
         'symmetrise="warn"'
       )
     warnings.warn(f'{message}; their opposites were added', stacklevel=2)
-  tail, head = keys // n, keys % n
+  ends = keys // n, keys % n
   if truncate and k is not None:
-    # Both directions of an edge share the rank of its first mention.
-    rank = first % max(len(both) // 2, 1)
-    kept = _keep_first(tail, head, rank, n, k)
-    tail, head = tail[kept], head[kept]
-  return _table(tail, head, n, _width(tail, n, k))
+    ends = _keep_first(*ends, mention // 2, n, k)
+  return table(*ends, n, k)
+
+
+def _check_edges(edges: np.ndarray, n: int) -> np.ndarray:
+  edges = np.asarray(edges)
+  if edges.size == 0:
+    return np.zeros((0, 2), np.int64)
+  if edges.ndim != 2 or edges.shape[1] != 2:
+    raise ValueError(
+      f'edges have shape {edges.shape}, expected [E, 2]: tail and head per '
+      'edge (transpose an array [2, E])'
+    )
+  if not np.issubdtype(edges.dtype, np.integer):
+    raise TypeError(f'edges have dtype {edges.dtype}, expected integers')
+  outside = np.flatnonzero(((edges < 0) | (edges >= n)).any(1))
+  if len(outside):
+    raise ValueError(
+      f'edge {outside[0]} is {edges[outside[0]].tolist()}, but its ends must '
+      f'lie in [0, {n})'
+    )
+  return edges.astype(np.int64)
 
 
 def _keep_first(
-  tail: np.ndarray, head: np.ndarray, rank: np.ndarray, n: int, k: int
-) -> np.ndarray:
-  """True for edges whose rank is among the k lowest at both of their ends."""
-  order = np.lexsort((head, rank, tail))
-  kept = np.empty(len(tail), bool)
-  kept[order] = _slots(tail[order], n) < k
-  opposite = np.empty(len(tail), np.int64)
-  opposite[np.lexsort((head, tail))] = np.lexsort((tail, head))
-  return kept & kept[opposite]
-
-
-def _nearest(
-  features: np.ndarray, k: int, chunk: int
+  tail: np.ndarray, head: np.ndarray, place: np.ndarray, n: int, k: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Each node and its k nearest others, exactly; ties go to the lower index.
-
-  Matrix products find candidates with a margin for their rounding; distances
-  of candidates are then computed directly, so that neither the chunk nor the
-  order of summation decides a tie.
-  """
-  n = len(features)
-  norms = np.einsum('np,np->n', features, features)
-  tails, heads = [], []
-  for start in range(0, n, chunk):
-    rows = np.arange(start, min(start + chunk, n))
-    squared = norms[rows, None] + norms - 2 * features[rows] @ features.T
-    squared[np.arange(len(rows)), rows] = np.inf
-    limit = np.partition(squared, k - 1, axis=1)[:, k - 1]
-    margin = 1e-12 * (norms[rows] + norms.max() + limit)
-    row, head = np.nonzero(squared <= (limit + margin)[:, None])
-    tail = rows[row]
-    exact = np.empty(len(tail))
-    step = max(1, 2**22 // max(features.shape[1], 1))
-    for at in range(0, len(tail), step):
-      part = slice(at, at + step)
-      delta = features[tail[part]] - features[head[part]]
-      exact[part] = np.einsum('ep,ep->e', delta, delta)
-    order = np.lexsort((head, exact, tail))
-    tail, head = tail[order], head[order]
-    kept = _slots(tail, n) < k
-    tails.append(tail[kept])
-    heads.append(head[kept])
-  return np.concatenate(tails), np.concatenate(heads)
+  """Edges (sorted, symmetric) among the k of lowest place at both ends."""
+  order = np.lexsort((head, place, tail))
+  kept = np.empty(len(tail), bool)
+  kept[order] = row_slots(tail[order], n) < k
+  kept &= kept[np.lexsort((tail, head))]
+  return tail[kept], head[kept]
 
 
-def knn_graph(
-  features: np.ndarray,
-  k: int,
-  mutual: bool = True,
-  chunk: int = 4096,
+def radius_graph(
+  coords: np.ndarray,
+  radius: float,
+  k: int | None = None,
+  mask: np.ndarray | None = None,
+  slide: np.ndarray | None = None,
+  truncate: bool = False,
 ) -> PatchGraph:
-  """Joins nodes that are near in feature space (Euclidean, exact).
-
-  A k-nearest-neighbour relation is not symmetric. The *mutual* graph keeps the
-  edge i - j where each is among the k nearest of the other: every degree is at
-  most k, and outliers may stay isolated. The *union* keeps it where either is:
-  no node is isolated, but hubs may have any degree, so the table is as wide as
-  the largest one. Among equal distances the lower index counts as nearer.
-
-  Takes O(N^2 P) time and 8 chunk N bytes.
+  """Joins patches at most `radius` apart, for positions on no grid.
 
   Args:
-    features: [N, P], float, finite; real nodes only, no padding.
-    k: neighbours per node, at least 1; more than N - 1 means all others.
-    mutual: mutual graph or union.
-    chunk: rows of the distance matrix held at once.
+    coords: [N, 2], positions in the unit of `radius`.
+    radius: largest distance of two neighbours, positive.
+    k: slots per node; the largest degree by default.
+    mask: [N] bool, True where a patch is real; padding gets no edges.
+    slide: [N], any label per patch; no edge crosses between slides.
+    truncate: where a node has more than k neighbours keep the edges that are
+      among the k shortest of both their ends, instead of raising.
 
   Returns:
-    The graph; width k where mutual, else the largest degree.
+    The graph; neighbours of a node appear in ascending order.
 
   Raises:
-    ValueError: on a wrong shape, k or chunk below 1, or features that are not
-      finite.
+    ValueError: on wrong shapes, a radius that is not positive, or a node with
+      more than k neighbours.
   """
-  features = np.asarray(features)
-  if features.ndim != 2:
-    raise ValueError(f'features have shape {features.shape}, expected [N, P]')
-  if k < 1 or chunk < 1:
-    raise ValueError(f'k={k} and chunk={chunk} must be at least 1')
-  features = features.astype(np.float64)
-  broken = np.flatnonzero(~np.isfinite(features).all(1))
-  if len(broken):
-    raise ValueError(
-      f'features of {len(broken)} nodes are not finite: {_name_nodes(broken)}; '
-      'drop them before building the graph'
-    )
-  n = len(features)
-  near = min(k, n - 1)
-  if near < 1:
-    empty = np.zeros(0, np.int64)
-    return _table(empty, empty, n, k if mutual else 1)
-  tail, head = _nearest(features - features.mean(0), near, chunk)
-  keys, count = np.unique(
-    np.concatenate([tail * n + head, head * n + tail]), return_counts=True
+  if not (np.isfinite(radius) and radius > 0):
+    raise ValueError(f'radius={radius} must be positive and finite')
+  n = len(coords)
+  nodes = np.flatnonzero(node_mask(mask, n))
+  points = check_coords(np.asarray(coords)[nodes])
+  slides = _slide_index(slide, n)
+  slides = None if slides is None else slides[nodes]
+  a, b, distance = radius_pairs(points, radius, slides)
+  a, b = nodes[a], nodes[b]
+  order = np.lexsort((np.maximum(a, b), np.minimum(a, b), distance))
+  one_way = np.stack([a, b], 1)[order]
+  both = np.concatenate([one_way, one_way[:, ::-1]], 1).reshape(-1, 2)
+  return ell_from_edges(both, n, k, truncate=truncate)
+
+
+def graph_from_coords(
+  coords: np.ndarray,
+  num_nodes: int | None = None,
+  pitch: float | tuple[float, float] | None = None,
+  mask: np.ndarray | None = None,
+  connectivity: Literal[4, 8] = 8,
+  k: int | None = None,
+  slide: np.ndarray | None = None,
+  duplicates: Literal['error', 'first'] = 'error',
+) -> PatchGraph:
+  """A graph from raw coordinates: grid neighbours where there is a grid.
+
+  Positions on no grid fall back, with a warning, to `radius_graph` with 1.5
+  times the median distance to the nearest patch and the k shortest edges.
+
+  Args:
+    coords: [N, 2], pixels or any unit.
+    num_nodes: number of patches (rows of the features) to check against.
+    pitch: see `grid_index`.
+    mask: [N] bool, True where a patch is real.
+    connectivity: see `ell_from_grid`.
+    k: slots per node; `connectivity` by default.
+    slide: [N], any label per patch.
+    duplicates: see `ell_from_grid`.
+
+  Returns:
+    The graph.
+
+  Raises:
+    ValueError: on lengths that disagree, and as `ell_from_grid` does.
+  """
+  n = len(coords)
+  valid = node_mask(mask, n)
+  filled = np.where(valid[:, None], np.asarray(coords, float), 0)
+  check_coords(filled if n else coords, num_nodes)
+  slides = _slide_index(slide, n)
+  ij = np.zeros((n, 2), np.int32)
+  off = np.zeros(n)
+  for label in [0] if slides is None else np.unique(slides):
+    part = valid if slides is None else valid & (slides == label)
+    ij[part], off[part] = fit_grid(filled[part], pitch)
+  if off.max(initial=0) <= GRID_TOLERANCE:
+    return ell_from_grid(ij, valid, connectivity, k, slides, duplicates)
+  worst = int(off.argmax())
+  radius = 1.5 * _spacing(
+    filled[valid], None if slides is None else slides[valid]
   )
-  if mutual:
-    keys = keys[count == 2]
-  tail, head = keys // n, keys % n
-  return _table(tail, head, n, k if mutual else _width(tail, n, None))
+  warnings.warn(
+    f'coords lie on no grid (patch {worst} at {filled[worst].tolist()} is '
+    f'{off[worst]:.2f} pitches off); joining patches within {radius:.6g} '
+    'instead. Pass pitch= if there is a grid',
+    stacklevel=2,
+  )
+  k = connectivity if k is None else k
+  return radius_graph(filled, radius, k, valid, slides, truncate=True)
+
+
+def _spacing(coords: np.ndarray, slide: np.ndarray | None) -> float:
+  """Median distance to the nearest other patch."""
+  area = np.prod(np.maximum(np.ptp(coords, 0), np.ptp(coords) / len(coords)))
+  radius = 2 * float(np.sqrt(area / len(coords)))
+  nearest = np.full(len(coords), np.inf)
+  a, b, distance = radius_pairs(coords, radius, slide)
+  apart = distance > 0
+  for end in (a[apart], b[apart]):
+    np.minimum.at(nearest, end, distance[apart])
+  found = nearest[np.isfinite(nearest)]
+  return float(np.median(found)) if len(found) else radius

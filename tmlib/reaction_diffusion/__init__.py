@@ -1,7 +1,6 @@
 """Reaction-diffusion on patch graphs: TMEvolve and its predecessors."""
 
 from kernels_pallas.graph import ell_sddmm, ell_spmm
-
 from tmlib.ops.graph import ell_from_grid
 from tmlib.reaction_diffusion.concepts import (
   check_concept_matrix,

@@ -26,7 +26,7 @@ MAX_SCALE = 100.0
 
 
 def unit_rows(x: jax.Array) -> jax.Array:
-  """x / |x| along the last axis; a zero row stays zero, with a finite gradient.
+  """Unit rows, x / |x| along the last axis; a zero row stays zero.
 
   Args:
     x: [..., Q], float.

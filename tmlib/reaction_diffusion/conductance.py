@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
 from kernels_pallas.graph import PatchGraph, ell_sddmm
 
 __all__ = [

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from kernels_pallas.graph import PatchGraph, ell_sddmm, ell_spmm
 
+from kernels_pallas.graph import PatchGraph, ell_sddmm, ell_spmm
 from tmlib.reaction_diffusion.dynamics import Coefficients, Fields
 from tmlib.reaction_diffusion.regions import patch_sum
 from tmlib.reaction_diffusion.transport import align

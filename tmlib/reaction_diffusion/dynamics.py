@@ -48,8 +48,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
-from kernels_pallas.graph import PatchGraph, ell_diffuse2
 
+from kernels_pallas.graph import PatchGraph, ell_diffuse2
 from tmlib.reaction_diffusion.reactions import REACTIONS, stiffness
 from tmlib.reaction_diffusion.transport import (
   advection,
@@ -187,7 +187,7 @@ def make_dynamics(coefficients: Coefficients, graph: PatchGraph) -> Dynamics:
 
 
 def right_hand_side(dynamics: Dynamics) -> Callable[[Any], Any]:
-  """u -> du/dt, the sum of the parts of `dynamics`."""
+  """The map u -> du/dt, the sum of the parts of `dynamics`."""
 
   def rhs(u):
     return jax.tree.map(
@@ -246,7 +246,7 @@ def sharp_tau(coefficients: Coefficients, graph: PatchGraph) -> jax.Array:
 
 
 def _diffuse(c, alpha, eta, values, graph):
-  """alpha Delta^a U + eta Delta^b U; a scalar gain serves all channels."""
+  """Both diffusions, alpha Delta^a U + eta Delta^b U; gains [] or [D]."""
   gains = [jnp.broadcast_to(g, values.shape[-1:]) for g in (alpha, eta)]
   if c.intra is not None and c.boundary is not None:
     return ell_diffuse2(graph, c.intra, c.boundary, *gains, values)

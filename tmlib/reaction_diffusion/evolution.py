@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from kernels_pallas.graph import PatchGraph
 
+from kernels_pallas.graph import PatchGraph
 from tmlib.reaction_diffusion import diagnostics
 from tmlib.reaction_diffusion.dynamics import (
   Coefficients,

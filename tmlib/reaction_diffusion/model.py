@@ -18,16 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-# The family is built on bags and on their attention.
-from tmlib.mil import AttentionScores, Bag, MILOutput
-from tmlib.ops.softmax import masked_softmax
+# The family is built on bags.
+from tmlib.mil import Bag, MILOutput
 from tmlib.reaction_diffusion import conductance as edges
 from tmlib.reaction_diffusion import diagnostics, readout
-from tmlib.reaction_diffusion.concepts import (
-  check_concept_matrix,
-  concept_field,
-  similarity_logits,
-)
+from tmlib.reaction_diffusion.concepts import check_concept_matrix
 from tmlib.reaction_diffusion.dropout import patch_dropout
 from tmlib.reaction_diffusion.dynamics import (
   Coefficients,
@@ -35,13 +30,17 @@ from tmlib.reaction_diffusion.dynamics import (
   stable_tau,
 )
 from tmlib.reaction_diffusion.evolution import evolve
+from tmlib.reaction_diffusion.layers import (
+  ConceptLayer,
+  Readout,
+  wide_dtype,
+)
 from tmlib.reaction_diffusion.options import check_options, largest_lam
 from tmlib.reaction_diffusion.reactions import to_box
 from tmlib.reaction_diffusion.regions import (
   RegionParams,
   assign_regions,
   membership,
-  region_usage,
 )
 
 __all__ = ['TMEvolve']
@@ -194,9 +193,18 @@ class TMEvolve(nn.Module):
     # gradient of the weights sums over padded rows as well.
     features = jnp.where(mask[..., None], jnp.asarray(bag.features), 0)
     keys = self._dropout_keys(mask, train, dropout_keys)
+    options = {'dtype': self.dtype, 'param_dtype': self.param_dtype}
+    read_concepts = ConceptLayer(
+      self.concept_mode,
+      self.num_concepts,
+      self.concept_matrix,
+      self.activation,
+      name='concepts',
+      **options,
+    )
     start = Fields(
       self._embed(features, mask, keys, axis_name),
-      self._concepts(bag, features, mask),
+      read_concepts(bag, features, mask),
     )
 
     params = self._region_params(start.concepts.shape[-1])
@@ -217,7 +225,10 @@ class TMEvolve(nn.Module):
     fields, seen = start, {}
     if graph is not None:
       fields, regions, seen = self._evolve(start, regions, assign, graph, trace)
-    output = self._read(fields, regions, member, axis_name)
+    read = Readout(
+      self.hidden, self.num_outputs, self.pooling, name='readout', **options
+    )
+    output = read(fields, regions, member, axis_name)
     overlap = readout.prototype_overlap(params.prototypes)
     output.aux['prototype_overlap'] = jnp.broadcast_to(
       overlap, output.logits.shape[:-1]
@@ -282,64 +293,31 @@ class TMEvolve(nn.Module):
 
   def _embed(self, features, mask, keys, axis_name):
     """H0 = dropout(GELU(LN(X W + b))) [..., N, D], zeros in padding."""
-    h = self._dense(self.hidden, 'embed')(features)
-    h = nn.LayerNorm(
-      dtype=self._wide, param_dtype=self.param_dtype, name='norm'
-    )(h.astype(self._wide))
-    h = to_box(nn.gelu(h), self.reaction if self.lam > 0 else 'none')
+    wide = wide_dtype(self.param_dtype)
+    norm = nn.LayerNorm(dtype=wide, param_dtype=self.param_dtype, name='norm')
+    h = norm(self._dense(self.hidden, 'embed')(features).astype(wide))
+    h = to_box(nn.gelu(h), self._active_reaction)
     if keys is not None:
       h = patch_dropout(h, self.dropout, keys, axis_name)
     return jnp.where(mask[..., None], h, 0)
 
   @property
-  def _wide(self):
-    return jnp.promote_types(self.param_dtype, jnp.float32)
-
-  def _concepts(self, bag, features, mask):
-    """Z0 [..., N, M], zeros in padding."""
-    if self.concept_mode == 'none':
-      return jnp.where(mask[..., None], jnp.ones((), self._wide), 0)
-    if self.concept_mode == 'learned':
-      layer = self._dense(self.num_concepts, 'concept_scores', use_bias=False)
-      logits = layer(features)
-    else:
-      matrix = self.concept_matrix
-      if self.concept_mode == 'projected':
-        layer = self._dense(matrix.shape[1], 'concept_map', use_bias=False)
-        embeddings = layer(features)
-      else:
-        embeddings = bag.features if bag.concepts is None else bag.concepts
-        # Raises on a text space of another size.
-        check_concept_matrix(matrix, embeddings.shape[-1])
-        embeddings = jnp.where(mask[..., None], jnp.asarray(embeddings), 0)
-      scale = self._table(
-        'concept_scale', nn.initializers.constant(np.log(1 / 0.07))
-      )
-      logits = similarity_logits(
-        embeddings.astype(self._wide), jnp.asarray(matrix, self._wide), scale
-      )
-    bias = None
-    if self.activation == 'sigmoid':
-      bias = self._table(
-        'concept_bias', nn.initializers.zeros, logits.shape[-1]
-      )
-    return concept_field(
-      logits.astype(self._wide), mask, activation=self.activation, bias=bias
-    )
+  def _active_reaction(self) -> str:
+    return self.reaction if self.lam > 0 else 'none'
 
   def _region_params(self, concepts: int) -> RegionParams:
     d, r = self.hidden, self.regions
-    read = self.concept_mode != 'none'
-    refine = self.refine_iters > 0
+    by_concept, update = None, None
+    if self.concept_mode != 'none':
+      shape = (r, concepts)
+      by_concept = self._table('concept_prototypes', _NORMAL(1.0), *shape)
+    if self.refine_iters > 0:
+      update = self._table('region_update', _FAN_IN, d, d)
     return RegionParams(
       query=self._table('region_query', _FAN_IN, d, d),
       prototypes=self._table('prototypes', _NORMAL(1.0), r, d),
-      concept_prototypes=self._table(
-        'concept_prototypes', _NORMAL(1.0), r, concepts
-      )
-      if read
-      else None,
-      update=self._table('region_update', _FAN_IN, d, d) if refine else None,
+      concept_prototypes=by_concept,
+      update=update,
     )
 
   def _evolve(self, start, regions, assign, graph, trace):
@@ -418,16 +396,15 @@ class TMEvolve(nn.Module):
     return fields, regions, extras
 
   def _step_size(self):
-    """tau and lam, legal for every value of their parameters."""
-    options = {'reaction': self.reaction, 'flux': self.flux}
-    if self.reaction == 'none' or self.lam == 0:
-      options['reaction'], lam = 'none', jnp.zeros((), self._wide)
-    else:
+    """The step and the reaction rate, legal for all of their parameters."""
+    wide = wide_dtype(self.param_dtype)
+    options = {'reaction': self._active_reaction, 'flux': self.flux}
+    lam = jnp.zeros((), wide)
+    if self._active_reaction != 'none':
       top = largest_lam(self.tau, integrator=self.integrator, **options)
-      raw = self._table('lam', _logit(self.lam / top))
-      lam = top * nn.sigmoid(raw)
+      lam = top * nn.sigmoid(self._table('lam', _logit(self.lam / top)))
     if not isinstance(self.tau, str):
-      return jnp.asarray(self.tau, self._wide), lam
+      return jnp.asarray(self.tau, wide), lam
     share = self.cfl
     if self.tau == 'learned':
       share = nn.sigmoid(self._table('tau', _logit(self.cfl)))
@@ -435,27 +412,33 @@ class TMEvolve(nn.Module):
 
   def _base_coefficients(self, dim: int, lam: jax.Array) -> Coefficients:
     """Gains and reaction; the conductances come later."""
-    zeros = nn.initializers.zeros
-    gain = lambda name, *shape: nn.sigmoid(self._table(name, zeros, *shape))
-    half = jnp.full((), 0.5, self._wide)
-    reaction = self.reaction if self.lam > 0 else 'none'
-    relax = reaction == 'relax'
+    start = nn.initializers.zeros
+
+    def gain(name, used, *shape):
+      # What is not used has no parameter, which would only drift.
+      if not used:
+        return jnp.zeros(shape, wide_dtype(self.param_dtype))
+      return nn.sigmoid(self._table(name, start, *shape))
+
     inside = self.diffusion or self.uniform
     across = self.boundary_flux and not self.uniform
     moving = self.concept_mode != 'none'
+    relax = self._active_reaction == 'relax'
+    kernel, bias = None, None
+    if relax:
+      kernel = self._table('reaction_kernel', _FAN_IN, dim, dim)
+      bias = self._table('reaction_bias', start, dim)
     return Coefficients(
       intra=None,
       boundary=None,
-      alpha=gain('alpha', dim) if inside else jnp.zeros(dim, self._wide),
-      eta=gain('eta', dim) if across else jnp.zeros(dim, self._wide),
-      alpha_z=gain('alpha_z') if inside and moving else half,
-      eta_z=gain('eta_z') if across and moving else half,
+      alpha=gain('alpha', inside, dim),
+      eta=gain('eta', across, dim),
+      alpha_z=gain('alpha_z', inside and moving),
+      eta_z=gain('eta_z', across and moving),
       lam=lam,
-      kernel=self._table('reaction_kernel', _FAN_IN, dim, dim)
-      if relax
-      else None,
-      bias=self._table('reaction_bias', zeros, dim) if relax else None,
-      reaction=reaction,
+      kernel=kernel,
+      bias=bias,
+      reaction=self._active_reaction,
     )
 
   def _tables(self, concepts: int) -> dict[str, jax.Array]:
@@ -480,51 +463,6 @@ class TMEvolve(nn.Module):
     if self.flux == 'upwind':
       tables['phi'] = self._table('phi', _NORMAL(0.5), *square)
     return tables
-
-  def _read(self, fields, regions, member, axis_name) -> MILOutput:
-    """Pools, attends, predicts; every result has the axis S."""
-    values = jnp.concatenate(fields, -1)
-    dense = self._dense(self.hidden, 'readout')
-    unit = lambda x: nn.gelu(dense(x).astype(self._wide))
-    scorer = AttentionScores(self.hidden, dtype=self.dtype, name='attention')
-    usage = region_usage(regions, member, axis_name)
-    extras = {'region_usage': usage}
-    if self.pooling == 'region':
-      summary = readout.aggregate_regions(
-        values, regions, member, axis_name=axis_name
-      )
-      units = unit(summary.mean)
-      p = masked_softmax(scorer(units).astype(self._wide), summary.alive)
-      pooled = jnp.einsum('...sr,...srd->...sd', p, units)
-      attention = readout.patch_heatmap(p, summary, regions, member)
-      extras['region_attention'] = p
-    else:
-      units = unit(values)
-      scores = scorer(units).astype(self._wide)
-      attention = readout.patch_softmax(scores, member, axis_name)
-      pooled = readout.patch_sum(
-        jnp.einsum(
-          '...n,...ns,...nd->...sd',
-          attention,
-          member.astype(units.dtype),
-          units,
-        ),
-        axis_name,
-      )
-    logits = self._dense(self.num_outputs, 'head')(pooled)
-    aux = {
-      'region_balance': readout.region_balance(usage),
-      'assignment_entropy': readout.assignment_entropy(
-        regions, member, axis_name
-      ),
-    }
-    return MILOutput(
-      logits=logits.astype(self._wide),
-      attention=attention,
-      slide_features=pooled,
-      aux=aux,
-      extras=extras,
-    )
 
 
 def _drop_axis(output: MILOutput) -> MILOutput:

@@ -54,7 +54,7 @@ REACTIONS = {
 
 
 def stiffness(reaction: str) -> float:
-  """k of a reaction by name; 0 for 'none'.
+  """Stiffness k of a reaction by name; 0 for 'none'.
 
   Args:
     reaction: 'none', 'relax', 'fisher', 'zeldovich' or 'allen_cahn'.

@@ -11,8 +11,8 @@ regions, D channels, M concepts.
 import jax
 import jax.numpy as jnp
 from flax import struct
-from kernels_pallas.graph import PatchGraph, ell_spmm
 
+from kernels_pallas.graph import PatchGraph, ell_spmm
 from tmlib.ops.softmax import one_hot_segments
 from tmlib.reaction_diffusion.transport import row_sum
 

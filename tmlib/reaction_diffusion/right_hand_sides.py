@@ -9,8 +9,8 @@ Axes: ... leading axes, N patches, K slots, D channels.
 
 import jax
 import jax.numpy as jnp
-from kernels_pallas.graph import PatchGraph, ell_sddmm, ell_spmm
 
+from kernels_pallas.graph import PatchGraph, ell_sddmm, ell_spmm
 from tmlib.ops.softmax import masked_softmax
 from tmlib.reaction_diffusion.transport import advection, align, laplacian
 
@@ -206,7 +206,9 @@ def acmp(
   alpha: jax.Array | float = 1.0,
   delta: jax.Array | float = 1.0,
 ) -> jax.Array:
-  r"""ACMP: dH_i/dt = alpha sum_j (a_ij - threshold)(H_j - H_i) + delta H (1-H^2).
+  r"""ACMP: attraction, repulsion and an Allen-Cahn term.
+
+  dH_i/dt = alpha sum_j (a_ij - threshold)(H_j - H_i) + delta H_i (1 - H_i^2).
 
   Neighbours with a_ij below the threshold repel; the Allen-Cahn term holds the
   state together.

@@ -6,13 +6,15 @@ channels.
 
 import jax
 import jax.numpy as jnp
+
 from kernels_pallas.graph import PatchGraph, ell_spmm
 
 __all__ = ['advection', 'align', 'laplacian', 'row_sum']
 
 
-def align(vector: jax.Array, ndim: int) -> jax.Array:
+def align(vector: jax.Array | float, ndim: int) -> jax.Array:
   """[D] -> [1, ..., 1, D] with `ndim` axes; scalars pass unchanged."""
+  vector = jnp.asarray(vector)
   if vector.ndim == 0:
     return vector
   return vector.reshape((1,) * (ndim - vector.ndim) + vector.shape)

@@ -1,5 +1,12 @@
 """Unlearning judged by its output-space gap to retraining."""
 
+from tmlib.unlearning.data import request_data
+from tmlib.unlearning.diagnostics import (
+  LeverageReport,
+  audit,
+  recommend,
+  standard_specs,
+)
 from tmlib.unlearning.dynamics import (
   Gap,
   closed_form_gap,
@@ -8,12 +15,6 @@ from tmlib.unlearning.dynamics import (
   simulate,
   simulate_npo,
   stopping_time,
-)
-from tmlib.unlearning.diagnostics import (
-  LeverageReport,
-  audit,
-  recommend,
-  standard_specs,
 )
 from tmlib.unlearning.ggn import (
   Solver,
@@ -31,6 +32,13 @@ from tmlib.unlearning.leverage import (
   loo_residual,
 )
 from tmlib.unlearning.losses import Loss, convex, get_loss
+from tmlib.unlearning.method import (
+  KINDS,
+  Weights,
+  needs,
+  newton_cg,
+  unlearner,
+)
 from tmlib.unlearning.metrics import (
   centre,
   forget_quality_ks,

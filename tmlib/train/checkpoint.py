@@ -5,6 +5,7 @@ a changed experiment is refused with a readable difference, and a save that
 failed in the background stops the run with its cause.
 """
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,18 +27,23 @@ class Meta(NamedTuple):
     identity: what must not change on resume (model, data, optimizer, seed).
     fingerprint: of the data stream.
     progress: seconds and steps of the chronometer.
+    metrics: the last ones that were read.
+    stopped: whether the run ended by its own criterion at this step.
   """
 
   step: int
   stage: int
   identity: dict[str, Any]
   fingerprint: dict[str, Any]
-  progress: dict[str, float]
+  progress: dict[str, Any] = {}  # noqa: RUF012  (never mutated)
+  metrics: dict[str, Any] = {}  # noqa: RUF012
+  stopped: bool = False
 
 
 def _flat(tree: Any, path: str = '') -> dict[str, Any]:
   if not isinstance(tree, Mapping):
-    return {path: list(tree) if isinstance(tree, tuple) else tree}
+    # As JSON gives it back: tuples are lists there.
+    return {path: json.loads(json.dumps(tree, default=str))}
   return {
     name: value
     for key, child in tree.items()
@@ -95,30 +101,53 @@ def _step_folders(folder: Path) -> dict[int, Path]:
   return {int(p.name): p for p in folder.iterdir() if p.name.isdigit()}
 
 
+def _complete_steps(folder: Path) -> dict[int, Path]:
+  return {s: p for s, p in _step_folders(folder).items() if _complete(p)}
+
+
 class Checkpoints:
   """The checkpoints of one run, in `folder`."""
 
-  def __init__(self, folder: Path, *, keep: int = 3):
+  def __init__(self, folder: Path, *, keep: int = 3, read_only: bool = False):
     """Opens the folder; incomplete steps are moved aside with a warning.
+
+    Args:
+      folder: made if absent, unless `read_only`.
+      keep: number of newest steps kept.
+      read_only: touch nothing; another process may be training there.
 
     Raises:
       OSError: if the folder cannot be written.
+      FileNotFoundError: if `read_only` and there is no complete step.
     """
     import orbax.checkpoint as ocp
 
     self._ocp = ocp
     self.folder = folder.resolve()
-    self.folder.mkdir(parents=True, exist_ok=True)
-    if jax.process_index() == 0:
-      self._set_aside()
+    if not read_only:
+      self.folder.mkdir(parents=True, exist_ok=True)
+      if jax.process_index() == 0:
+        self._set_aside()
     if jax.process_count() > 1:
       from jax.experimental import multihost_utils
 
       multihost_utils.sync_global_devices('tmlib checkpoints opened')
+    # The newest complete step when the run began, or None.
+    self.latest = max(_complete_steps(self.folder), default=None)
+    self._begun = -1 if self.latest is None else self.latest
+    if read_only and self.latest is None:
+      raise FileNotFoundError(
+        f'no complete checkpoint in {self.folder}; train first, or pass the'
+        ' --workdir of a trained run'
+      )
     self._manager = ocp.CheckpointManager(
       self.folder,
       options=ocp.CheckpointManagerOptions(
-        max_to_keep=keep, enable_async_checkpointing=True
+        max_to_keep=keep,
+        create=False,
+        # What a killed save left behind.
+        cleanup_tmp_directories=not read_only,
+        enable_async_checkpointing=not read_only,
       ),
       item_names=('state', 'meta'),
       item_handlers={
@@ -136,11 +165,6 @@ class Checkpoints:
       logging.warning('checkpoint %s is incomplete; moved to %s', path, target)
       shutil.rmtree(target, ignore_errors=True)
       path.rename(target)
-
-  @property
-  def latest(self) -> int | None:
-    """The newest complete step, or None."""
-    return self._manager.latest_step()
 
   def meta(self, step: int) -> Meta:
     """What was stored beside the state of `step`."""
@@ -197,8 +221,9 @@ class Checkpoints:
       RuntimeError: if an earlier save failed.
     """
     self.check()
-    if self.latest is not None and self.latest >= meta.step:
+    if self._begun >= meta.step:
       return
+    self._begun = meta.step
     args = self._ocp.args
     try:
       self._manager.save(
@@ -236,10 +261,11 @@ class Checkpoints:
   def _failure(self, error: Exception) -> RuntimeError:
     cause = str(error).strip().splitlines()
     cause = cause[-1] if cause else type(error).__name__
+    newest = max(_complete_steps(self.folder), default=None)
     return RuntimeError(
       f'saving a checkpoint to {self.folder} failed: {cause}; the newest'
-      f' complete step is {self.latest}. Free the disk or change --workdir,'
-      ' and start again to resume'
+      f' complete step is {newest}. Free the disk or change --workdir, and'
+      ' start again to resume'
     )
 
 
@@ -303,7 +329,7 @@ def load_params(workdir: str | Path, step: int | None = None) -> Any:
   import orbax.checkpoint as ocp
 
   folder = Path(workdir).resolve() / 'checkpoints'
-  steps = {s: p for s, p in _step_folders(folder).items() if _complete(p)}
+  steps = _complete_steps(folder)
   if not steps or (step is not None and step not in steps):
     raise FileNotFoundError(
       f'no complete checkpoint {"" if step is None else step} in {folder};'

@@ -7,7 +7,8 @@ of that step, whatever was read before. So a run resumes anywhere, with any
 number of processes, devices or loader threads.
 """
 
-import itertools
+import functools
+import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -129,7 +130,7 @@ def array_data(
   fingerprint = dict(
     kind='array', n=n, seed=seed, batch_size=batch_size, shuffle=shuffle
   )
-  return Data(load, batch_size, fingerprint)
+  return Data(load, batch_size, fingerprint | _contents(arrays))
 
 
 def pass_data(
@@ -246,9 +247,16 @@ def run_data(
     return {'index': index, 'weight': np.where(real, weight, 0)}
 
   fingerprint = dict(
-    kind='run', n=n, runs=len(weights), seed=seed, batch_size=batch_size
+    kind='run', n=n, runs=len(weights), seed=seed, batch_size=batch_size,
+    weights=_digest(weights),
+  )  # fmt: skip
+  return Data(
+    load,
+    batch_size,
+    fingerprint | _contents(arrays),
+    resident=arrays,
+    per_run=True,
   )
-  return Data(load, batch_size, fingerprint, resident=arrays, per_run=True)
 
 
 def source_data(
@@ -276,13 +284,14 @@ def source_data(
     seed: of the order.
     shuffle: False keeps the given order.
     one_pass: a finite pass in the given order, its last batch padded.
-    workers: reading threads.
+    workers: reading threads; 0 reads in the thread that asks.
 
   Returns:
     The stream.
 
   Raises:
-    ValueError: for an empty source, or an item longer than the last bucket.
+    ValueError: for an empty source, workers below 0, lengths that do not fit,
+      or an item longer than the last bucket.
   """
   _check_batch_size(batch_size)
   n = len(source)
@@ -290,7 +299,14 @@ def source_data(
     raise ValueError('the source holds no example')
   if (lengths is None) != (buckets is None):
     raise ValueError('give both lengths and buckets, or neither')
+  if workers < 0:
+    raise ValueError(f'workers must be at least 0, got {workers}')
   if buckets is not None and lengths is not None:
+    if len(lengths) != n or list(buckets) != sorted(set(buckets)):
+      raise ValueError(
+        f'lengths must be one of each of the {n} items, got {len(lengths)}, and'
+        f' buckets increasing, got {list(buckets)}'
+      )
     longest = int(np.argmax(lengths))
     if lengths[longest] > buckets[-1]:
       raise ValueError(
@@ -298,8 +314,9 @@ def source_data(
         f' {buckets[-1]}; add a bucket or subsample the item'
       )
   index = _index_stream(n, seed, shuffle and not one_pass)
-  pool = ThreadPoolExecutor(max(workers, 1), 'tmlib-read')
+  pool = ThreadPoolExecutor(workers, 'tmlib-read') if workers else None
 
+  @functools.lru_cache(maxsize=16)  # asked for by bucket and by load
   def indices(step: int) -> np.ndarray:
     start = step * batch_size
     if one_pass:
@@ -315,7 +332,7 @@ def source_data(
 
   def load(step: int, rows: slice) -> Batch:
     read = lambda i: None if i < 0 else source[int(i)]
-    items = list(pool.map(read, indices(step)[rows]))
+    items = list((pool.map if pool else map)(read, indices(step)[rows]))
     return collate(items, bucket(step) if buckets is not None else None)
 
   def shapes() -> dict[Hashable, Any]:
@@ -331,7 +348,7 @@ def source_data(
 
   fingerprint = dict(
     kind='source', n=n, seed=seed, batch_size=batch_size, shuffle=shuffle,
-    lengths=None if lengths is None else _digest(lengths),
+    lengths=None if lengths is None else _digest(np.asarray(lengths, np.int64)),
     buckets=None if buckets is None else list(buckets),
   )  # fmt: skip
   steps = -(-n // batch_size) if one_pass else None
@@ -340,8 +357,26 @@ def source_data(
   )
 
 
-def _digest(values: Sequence[int]) -> int:
+def _digest(values: Any) -> int:
   """An order-dependent checksum that is the same in every process."""
-  import zlib
+  values = np.ascontiguousarray(values)
+  # Little-endian, whatever the machine.
+  return zlib.crc32(values.astype(values.dtype.newbyteorder('<')).tobytes())
 
-  return zlib.crc32(np.asarray(list(itertools.chain(values)), '<i8').tobytes())
+
+def _contents(arrays: Batch) -> dict[str, Any]:
+  """Names and shapes of the arrays, and a checksum of the whole numbers.
+
+  Floats are left out: features that were computed on another machine may
+  differ in the last bit and be the same data.
+  """
+  leaves = {
+    jax.tree_util.keystr(path): x
+    for path, x in jax.tree_util.tree_leaves_with_path(arrays)
+  }
+  return {
+    'shapes': {k: list(x.shape[1:]) for k, x in sorted(leaves.items())},
+    'contents': {
+      k: _digest(x) for k, x in sorted(leaves.items()) if x.dtype.kind in 'iub'
+    },
+  }

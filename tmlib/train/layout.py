@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -135,7 +136,8 @@ class Layout:
     parallel: 'jit' (global view) or 'pmap' (per-device view).
     runs: independent runs trained together; 0 = one, without a run axis.
     rules: sharding of the state's leaves; the first match wins, default
-      replicated. With runs they speak of the dimensions after the run axis.
+      replicated. With runs they speak of the dimensions after the run axis. In
+      per-device mode only 'model' may be split over.
   """
 
   mesh: Mesh
@@ -200,13 +202,14 @@ class Layout:
     rows = self._own_rows(data.batch_size)
     parts = [data.load(step, rows) for step in steps]
     if data.per_run:
-      parts = [jax.tree.map(lambda x: x[self.run_ids], p) for p in parts]
+      parts = [jax.tree.map(self._padded_runs, part) for part in parts]
     local = jax.tree.map(lambda *xs: np.stack(xs) if stacked else xs[0], *parts)
     if jax.process_count() == 1:
       return jax.device_put(local, sharding)
     axis = stacked + data.per_run
 
     def put(x):
+      x = _canonical(x)
       shape = (*x.shape[:axis], data.batch_size, *x.shape[axis + 1 :])
 
       def part(index):
@@ -217,6 +220,13 @@ class Layout:
       return jax.make_array_from_callback(shape, sharding, part)
 
     return jax.tree.map(put, local)
+
+  def _padded_runs(self, x: np.ndarray) -> np.ndarray:
+    if len(x) != self.runs:
+      raise ValueError(
+        f'the data hold batches for {len(x)} runs, but runs = {self.runs}'
+      )
+    return x[self.run_ids]
 
   def _own_rows(self, batch_size: int) -> slice:
     """The rows of the global batch that this process's devices hold."""
@@ -229,9 +239,13 @@ class Layout:
 
   def replicate(self, tree: Any) -> Any:
     """Puts arrays that every process holds whole on every device."""
-    put = lambda x: jax.make_array_from_callback(
-      np.shape(x), self.replicated, lambda index: np.asarray(x)[index]
-    )
+
+    def put(x):
+      x = _canonical(np.asarray(x))
+      return jax.make_array_from_callback(
+        x.shape, self.replicated, lambda index: x[index]
+      )
+
     if jax.process_count() == 1:
       return jax.device_put(tree, self.replicated)
     return jax.tree.map(put, tree)
@@ -251,14 +265,18 @@ class Layout:
       per_run = 0 if data is not None and data.per_run else None
       return jax.vmap(one, (0, per_run))(keys, batch)
 
-    shapes = jax.eval_shape(init, resident, batch)
+    def fresh(resident, batch):
+      # A state that holds a batch's array must not share it: it is donated.
+      return jax.tree.map(jnp.copy, init(resident, batch))
+
+    shapes = jax.eval_shape(fresh, resident, batch)
     shardings = self.state_shardings(shapes)
     shapes = jax.tree.map(
       lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
       shapes,
       shardings,
     )
-    function = jax.jit(init, out_shardings=shardings)
+    function = jax.jit(fresh, out_shardings=shardings)
     return shapes, lambda: function(resident, batch)
 
   def step(self, method: Method, data: Data | None, shapes: Any, folds: int):
@@ -288,11 +306,12 @@ class Layout:
       def full(state, resident, batch):
         body = lambda state, batch: many(state, resident, batch)
         state, metrics = jax.lax.scan(body, state, batch, length=folds)
-        return state, {k: _fold(v) for k, v in metrics.items()}
+        # Those of the last step, as if each had been a call of its own.
+        return state, jax.tree.map(lambda x: x[-1], metrics)
 
     shardings = jax.tree.map(lambda x: x.sharding, shapes)
     if self.axis_name(data):
-      specs = jax.tree.map(lambda s: s.spec, shardings)
+      specs = jax.tree_util.tree_map_with_path(self._manual_spec, shapes)
       metric = P('run') if self.runs else P()
       batch = self.batch_spec(data, folds > 1)  # pyright: ignore
       full = jax.shard_map(
@@ -300,11 +319,26 @@ class Layout:
         mesh=self.mesh,
         in_specs=(specs, P(), batch),
         out_specs=(specs, metric),
+        # 'model' stays with the compiler, so that a rule cannot change what
+        # the method sees.
+        axis_names={'run', 'data'},
         check_vma=False,
       )
     return jax.jit(
       full, donate_argnums=0, out_shardings=(shardings, self.replicated)
     )
+
+  def _manual_spec(self, path: tuple[Any, ...], leaf: Any) -> P:
+    """A state leaf's partition over the axes that are manual."""
+    lead = 1 if self.runs else 0
+    spec = leaf.sharding.spec
+    if 'data' in spec[lead:]:
+      raise ValueError(
+        f"a rule splits {'/'.join(map(_name, path))} over 'data': with"
+        " parallel='pmap' each device would see a part of it; pass"
+        " parallel='jit', or split over 'model'"
+      )
+    return P(*spec[:lead])
 
   def evaluate(self, method: Method, data: Data):
     """Jit function (state, resident, batch) -> (evaluation, weight).
@@ -323,11 +357,9 @@ class Layout:
     return jax.jit(one, out_shardings=self.replicated)
 
 
-def _fold(metric: Any) -> Any:
-  """Of several steps: the total of pairs, the last of scalars."""
-  if isinstance(metric, tuple):
-    return tuple(x.sum(0) for x in metric)
-  return metric[-1]
+def _canonical(x: np.ndarray) -> np.ndarray:
+  """With the dtype that JAX would give it."""
+  return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
 
 
 def _name(key: Any) -> str:

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from tmlib.options import ALL, Options
+from tmlib.train.cache import compilation_cache
 from tmlib.train.checkpoint import Checkpoints, Meta, check_resume
 from tmlib.train.data import Data
 from tmlib.train.evaluate import Evaluated, Evaluator, Summarize
@@ -103,13 +105,15 @@ def fit(
     runs: independent runs trained in one program; 0 = one, no run axis.
     evaluations: {name: finite pass}.
     summarize: (outputs, sums) -> metrics, on the host.
-    stop: metrics read at a log step -> whether to stop (a solver's gap).
+    stop: metrics read at a log step -> whether to stop (a solver's gap). A run
+      that stopped is taken up again only if its last metrics no longer do.
     options: how to carry it out.
     workdir: where checkpoints and metrics go; a run found there is resumed.
       None keeps nothing and catches no signals.
     identity: what must be equal on resume, beside seed, runs and data.
     writers: in place of log lines, metrics.jsonl and TensorBoard.
-    evaluate_only: take no step; evaluate the newest checkpoint of `workdir`.
+    evaluate_only: take no step and write nothing; evaluate the newest
+      checkpoint of `workdir`.
 
   Returns:
     The final state and its evaluations.
@@ -120,6 +124,7 @@ def fit(
     FloatingPointError: if metrics are not finite, or the guard of every run
       gave up; it names the metrics and the steps.
     RuntimeError: if a checkpoint could not be written.
+    FileNotFoundError: if `evaluate_only` finds no checkpoint.
   """
   options = options or Options()
   stages = _stages(build, steps, stages, data)
@@ -128,17 +133,23 @@ def fit(
   mesh = make_mesh(*options.mesh, runs=runs)
   layout = Layout(mesh, options.parallel, runs, parse_rules(options.rules))
   identity = dict(identity or {}) | {'seed': seed, 'runs': runs}
+  if len(stages) > 1:
+    identity['stages'] = [stage.name for stage in stages]
   workdir = None if workdir is None else Path(workdir)
+  if evaluate_only and workdir is None:
+    raise ValueError('evaluate_only needs a workdir')
   with contextlib.ExitStack() as stack:
     stack.enter_context(jax.set_mesh(mesh))
-    stack.enter_context(_compilation_cache(options.compilation_cache))
-    checkpoints = None
+    stack.enter_context(compilation_cache(options.compilation_cache))
+    checkpoints, meta = None, Meta(0, 0, identity, {})
     if workdir is not None:
-      checkpoints = Checkpoints(workdir / 'checkpoints', keep=options.keep)
+      checkpoints = Checkpoints(
+        workdir / 'checkpoints', keep=options.keep, read_only=evaluate_only
+      )
       stack.callback(checkpoints.close)
-    meta = Meta(0, 0, identity, {}, {})
     if checkpoints and checkpoints.latest is not None:
       meta = checkpoints.meta(checkpoints.latest)
+      _check_resume(meta, stages, identity, options, evaluate_only)
     if evaluate_only:
       writers = ()
     if writers is None:
@@ -159,7 +170,8 @@ def fit(
       stages = _cut(stages[: meta.stage + 1], meta.step)
     session = _Session(
       stages, programs, options, checkpoints, identity, meta, summarize, stop,
-      Recorder(writers, runs, meta.step), Chronometer(**meta.progress),
+      Recorder(writers, runs, meta.step, meta.metrics),
+      Chronometer(**meta.progress),
       stack.enter_context(stop_request(workdir is not None)), workdir,
     )  # fmt: skip
     return session.run()
@@ -173,6 +185,38 @@ def _stages(build, steps, stages, data) -> list[Stage]:
   if build is not None or steps is not None:
     raise ValueError('stages bring their own build and steps; drop these')
   return [stage._replace(data=stage.data or data) for stage in stages]
+
+
+def _check_resume(
+  meta: Meta,
+  stages: Sequence[Stage],
+  identity: Mapping[str, Any],
+  options: Options,
+  evaluate_only: bool,
+) -> None:
+  """Refuses a checkpoint that the run asked for cannot go on from."""
+  fingerprint = _fingerprint(stages[min(meta.stage, len(stages) - 1)].data)
+  check_resume(meta, identity, fingerprint, options.allow_config_change)
+  ends = list(itertools.accumulate(stage.steps for stage in stages))
+  begin = sum(stage.steps for stage in stages[: meta.stage])
+  last = meta.stage >= len(stages) - 1
+  if meta.stage >= len(stages) or not (
+    begin <= meta.step and (last or meta.step <= ends[meta.stage])
+  ):
+    raise ValueError(
+      f'the checkpoint at step {meta.step} is in stage {meta.stage}, but the'
+      f' stages now end at steps {ends}; keep the steps of the stages that were'
+      ' begun, or use another --workdir'
+    )
+  if not evaluate_only and meta.step % options.steps_per_call:
+    raise ValueError(
+      f'steps_per_call={options.steps_per_call} does not divide the step'
+      f' {meta.step} of the checkpoint; pass one that does'
+    )
+
+
+def _fingerprint(data: Data | None) -> dict[str, Any]:
+  return {} if data is None else data.fingerprint
 
 
 def _cut(stages: Sequence[Stage], steps: int) -> list[Stage]:
@@ -206,14 +250,16 @@ class _Session:
     """All stages, from the newest checkpoint if there is one."""
     ends = list(itertools.accumulate(stage.steps for stage in self.stages))
     step, index = self.resumed.step, self.resumed.stage
+    stopped = self.resumed.stopped and self._stops(self.resumed.metrics)
     costs = []
-    for i in range(index, len(ends)):
-      train = step < ends[i]
-      if train or i == len(ends) - 1:
+    for i in range(index, index + 1 if stopped else len(ends)):
+      train = step < ends[i] and not stopped
+      if train or stopped or i == len(ends) - 1:
         cost = self.programs[i].compile(train)
         costs += [{'stage': self.stages[i].name} | row for row in cost]
-    state = self._initial(index)
-    state, step, status = self._stage(index, state, step, ends)
+    state, status = self._initial(index), 'stopped'
+    if not stopped:
+      state, step, status = self._stage(index, state, step, ends)
     while status == 'finished' and index + 1 < len(ends):
       index += 1
       state = self._enter(index, state)
@@ -229,16 +275,13 @@ class _Session:
       self.recorder.diverged, costs,
     )  # fmt: skip
 
+  def _stops(self, metrics: dict[str, Any]) -> bool:
+    return self.stop is not None and bool(self.stop(metrics))
+
   def _initial(self, index: int) -> Any:
     """The state to start from: fresh, or of the newest checkpoint."""
     if not self.checkpoints or self.checkpoints.latest is None:
       return self.programs[0].init()
-    check_resume(
-      self.resumed,
-      self.identity,
-      self._fingerprint(index),
-      self.options.allow_config_change,
-    )
     return self.checkpoints.restore(
       self.resumed.step, self.programs[index].shapes
     )
@@ -255,8 +298,9 @@ class _Session:
         f" and shapes of the stage's init, {describe(shapes)}, but it returned"
         f' {describe(state)}'
       )
+    # A copy: the step donates its state, and two leaves may share an array.
     return jax.tree.map(
-      lambda x, s: jax.device_put(x, s.sharding), state, shapes
+      lambda x, s: jnp.copy(jax.device_put(x, s.sharding)), state, shapes
     )
 
   def _stage(
@@ -272,9 +316,12 @@ class _Session:
     ):
       self.chronometer.start(step)
       for start, batch in zip(starts, batches, strict=True):
-        if self.request.asked(start):
+        if self.request.asked():
+          if flight:
+            saving = frozenset({'save'})
+            self._boundary(index, state, flight[-1], start, saving, ends[-1])
           return state, start, 'interrupted'
-        profile(start)
+        profile(start, folds)
         with jax.profiler.StepTraceAnnotation('train', step_num=start):
           state, metrics = program.step(state, batch)
         flight.append(metrics)
@@ -287,16 +334,17 @@ class _Session:
     return state, step, 'finished'
 
   def _boundary(
-    self, index: int, state: Any, metrics: Any, step: int, due: set[str],
+    self, index: int, state: Any, metrics: Any, step: int, due: frozenset[str],
     total: int,
   ) -> bool:  # fmt: skip
     """Reads, evaluates, writes and saves what is due; whether to stop."""
     self.chronometer.pause(jax.block_until_ready(metrics), step)
+    # Whatever is due: a state that diverged must not be saved.
+    self.recorder.read(metrics, step)
     row, stop = {}, False
     if 'log' in due:
-      row = self.recorder.read(metrics, step)
-      row = row | self.chronometer.read(step, total)
-      stop = self.stop is not None and bool(self.stop(self.recorder.metrics))
+      row = self.recorder.metrics | self.chronometer.read(step, total)
+      stop = self._stops(self.recorder.metrics)
       if self.checkpoints:
         self.checkpoints.check()
     if 'eval' in due or stop:
@@ -304,22 +352,20 @@ class _Session:
       row = row | evaluation_metrics(self.evaluations, self.recorder.runs)
     if row:
       self.recorder.write(step, row)
-    if 'save' in due:
-      self._save(index, state, step)
+    if 'save' in due or stop:
+      self._save(index, state, step, stop)
     self.chronometer.start(step)
     return stop
 
-  def _save(self, index: int, state: Any, step: int) -> None:
+  def _save(
+    self, index: int, state: Any, step: int, stopped: bool = False
+  ) -> None:
     if self.checkpoints:
       meta = Meta(
-        step, index, self.identity, self._fingerprint(index),
-        self.chronometer.progress,
+        step, index, self.identity, _fingerprint(self.stages[index].data),
+        self.chronometer.progress, self.recorder.metrics, stopped,
       )  # fmt: skip
       self.checkpoints.save(state, meta)
-
-  def _fingerprint(self, index: int) -> dict[str, Any]:
-    data = self.programs[index].data
-    return {} if data is None else data.fingerprint
 
 
 def _batches(program: Program, starts: range) -> Iterator[Any]:
@@ -327,18 +373,3 @@ def _batches(program: Program, starts: range) -> Iterator[Any]:
   if program.data is None:
     return (program.load(start) for start in starts)
   return prefetch(program.load, iter(starts))
-
-
-@contextlib.contextmanager
-def _compilation_cache(folder: str) -> Iterator[None]:
-  """JAX's persistent cache in `folder` for the duration; '' leaves it alone."""
-  if not folder:
-    yield
-    return
-  name = 'jax_compilation_cache_dir'
-  before = jax.config.values[name]
-  jax.config.update(name, folder)
-  try:
-    yield
-  finally:
-    jax.config.update(name, before)

@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 __all__ = ['prefetch']
 
 _END = object()
@@ -23,6 +25,8 @@ def prefetch(load: Callable[[Any], Any], items: Iterator[Any]) -> Iterator[Any]:
   Yields:
     The results, in order; at most two are held ready.
   """
+  # JAX's setting belongs to a thread; without it float64 would become float32.
+  x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
   ready: queue.Queue = queue.Queue(maxsize=2)
   closed = threading.Event()
 
@@ -38,7 +42,9 @@ def prefetch(load: Callable[[Any], Any], items: Iterator[Any]) -> Iterator[Any]:
   def work() -> None:
     try:
       for item in items:
-        if not put((load(item), None)):
+        with jax.enable_x64(x64):
+          loaded = load(item)
+        if not put((loaded, None)):
           return
       put((_END, None))
     except BaseException as error:  # noqa: BLE001  (raised by the consumer)

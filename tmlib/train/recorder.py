@@ -1,6 +1,6 @@
 """Reading metrics: to the host, checked, written."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,26 +15,43 @@ __all__ = ['Recorder', 'evaluation_metrics']
 class Recorder:
   """Turns device metrics into floats, refuses NaN, and writes rows."""
 
-  def __init__(self, writers: Sequence[Writer], runs: int, step: int):
-    """`step`: where the run starts; for messages and to write no step twice."""
+  def __init__(
+    self,
+    writers: Sequence[Writer],
+    runs: int,
+    step: int,
+    metrics: Mapping[str, Value] | None = None,
+  ):
+    """Starts at `step`, with the `metrics` that were last read, if any."""
     self._writers, self.runs, self._step = writers, runs, step
-    self.metrics: dict[str, Value] = {}
+    self.metrics: dict[str, Value] = dict(metrics or {})
 
   def read(self, metrics: Any, step: int) -> dict[str, Value]:
     """Metrics as floats, or lists of one per run.
 
+    A pair of weight zero saw no example: its value is NaN, and no fault.
+
     Raises:
       FloatingPointError: if they are not finite. A method with a guard says so
-        itself, by `diverged`; runs that diverged beside others are reported,
-        not raised.
+        itself, by `diverged`; runs that diverged beside others are reported
+        under that name, not raised.
     """
-    host = jax.device_get(metrics)
-    self.metrics = {
-      name: self._value(value) for name, value in sorted(host.items())
-    }
-    bad = self._bad()
-    if bad:
-      names, advice = bad
+    host = dict(sorted(jax.device_get(metrics).items()))
+    self.metrics = {name: self._value(x) for name, x in host.items()}
+    guarded = 'diverged' in host
+    finite = {name: self._finite(x) for name, x in host.items()}
+    if self.runs and host and not guarded:
+      alive = np.all(list(finite.values()), axis=0)
+      self.metrics['diverged'] = (~alive).astype(float).tolist()
+    gave_up = self.metrics.get(
+      'diverged', not all(map(np.all, finite.values()))
+    )
+    if np.all(gave_up):
+      if guarded:
+        names, advice = self._skipped()
+      else:
+        names = [name for name, ok in finite.items() if not np.all(ok)]
+        advice = 'the method has no guard; look at its input'
       raise FloatingPointError(
         f'{", ".join(names)} not finite between steps {self._step} and {step};'
         f' {advice}'
@@ -49,38 +66,29 @@ class Recorder:
     value = np.asarray(value, np.float64)
     return value[: self.runs].tolist() if self.runs else float(value)
 
-  def _bad(self) -> tuple[list[str], str] | None:
-    if 'diverged' in self.metrics:
-      if not np.all(self.metrics['diverged']):
-        return None
-      culprits = [
-        name.removeprefix('nonfinite/')
-        for name, count in self.metrics.items()
-        if name.startswith('nonfinite/') and np.any(np.asarray(count) > 0)
-      ]
-      skipped = np.max(self.metrics.get('skipped', 0))
-      return culprits, (
-        f'{skipped:.0f} steps were skipped. Look at the data and lower the'
-        ' learning rate, or raise max_skips'
-      )
-    finite = [np.isfinite(value) for value in self.metrics.values()]
-    alive = np.all(finite, axis=0) if finite else True
-    if np.any(alive):
-      return None
-    names = [
-      n for n, ok in zip(self.metrics, finite, strict=True) if not ok.all()
+  def _finite(self, value: Any) -> Any:
+    parts = value if isinstance(value, tuple) else (value,)
+    finite = np.all([np.isfinite(np.asarray(x, np.float64)) for x in parts], 0)
+    return finite[: self.runs] if self.runs else finite
+
+  def _skipped(self) -> tuple[list[str], str]:
+    culprits = [
+      name.removeprefix('nonfinite/')
+      for name, count in self.metrics.items()
+      if name.startswith('nonfinite/') and np.any(np.asarray(count) > 0)
     ]
-    return names, 'the method has no guard; look at its input'
+    skipped = np.max(self.metrics.get('skipped', 0))
+    return culprits, (
+      f'{skipped:.0f} steps were skipped. Look at the data and lower the'
+      ' learning rate, or raise max_skips'
+    )
 
   @property
   def diverged(self) -> list[int]:
     """The runs that gave up, or whose metrics are not finite."""
-    if not self.runs or not self.metrics:
+    if not self.runs:
       return []
-    if 'diverged' in self.metrics:
-      return np.flatnonzero(self.metrics['diverged']).tolist()
-    finite = [np.isfinite(value) for value in self.metrics.values()]
-    return np.flatnonzero(~np.all(finite, axis=0)).tolist()
+    return np.flatnonzero(self.metrics.get('diverged', [])).tolist()
 
   def write(self, step: int, row: dict[str, Value]) -> None:
     """One row to every writer."""

@@ -149,11 +149,6 @@ def _run_one(
     if experiment.predict is None:
       raise ValueError('this experiment has no data to predict on')
     evaluations = {'predict': experiment.predict}
-  if mode != 'train' and not _has_checkpoint(workdir):
-    raise FileNotFoundError(
-      f'no checkpoint in {workdir / "checkpoints"}; train first, or pass the'
-      ' --workdir of a trained run'
-    )
   steps = config.train.steps if experiment.steps is None else experiment.steps
   runs = config.train.runs if experiment.runs is None else experiment.runs
   one = experiment.build is not None
@@ -189,11 +184,6 @@ def _run_one(
   path = workdir / ('result.json' if mode == 'train' else f'{mode}.json')
   path.write_text(json.dumps(_without_nan(summary), indent=2) + '\n')
   return True
-
-
-def _has_checkpoint(workdir: Path) -> bool:
-  folder = workdir / 'checkpoints'
-  return folder.is_dir() and any(p.name.isdigit() for p in folder.iterdir())
 
 
 def _without_nan(tree: Any) -> Any:

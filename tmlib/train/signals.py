@@ -1,13 +1,13 @@
 """SIGTERM and SIGINT: finish the step, save, leave cleanly."""
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
 from collections.abc import Iterator
 
 import jax
-from absl import logging
 
 __all__ = ['StopRequest', 'stop_request']
 
@@ -25,14 +25,24 @@ class StopRequest:
       signal.signal(number, signal.SIG_DFL)
       os.kill(os.getpid(), number)
     self._signal = number
+    if jax.process_count() > 1:  # only SIGINT comes here
+      os.kill(os.getpid(), signal.SIGTERM)
 
-  def asked(self, step: int) -> bool:
-    """Whether to stop before `step`; the same answer in every process."""
+  def asked(self) -> bool:
+    """Whether to stop now; the same answer in every process.
+
+    All processes must call it equally often: they agree on a call to come.
+    """
     if jax.process_count() == 1:
       return bool(self._signal)
     from jax.experimental import multihost_utils
 
-    return multihost_utils.reached_preemption_sync_point(step)
+    # JAX waits for one exact number, so it may not skip any, nor start anew
+    # with the next run of this process.
+    return multihost_utils.reached_preemption_sync_point(next(_calls))
+
+
+_calls = itertools.count()
 
 
 @contextlib.contextmanager
@@ -47,15 +57,12 @@ def stop_request(active: bool) -> Iterator[StopRequest]:
   if not active or threading.current_thread() is not threading.main_thread():
     yield request
     return
-  handlers = {signal.SIGINT: request.receive, signal.SIGTERM: request.receive}
-  if jax.process_count() > 1:
-    forward = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
-    handlers = {signal.SIGINT: forward}
-  previous = {n: signal.signal(n, h) for n, h in handlers.items()}
+  caught = [signal.SIGINT]
+  if jax.process_count() == 1:
+    caught.append(signal.SIGTERM)
+  previous = {n: signal.signal(n, request.receive) for n in caught}
   try:
     yield request
   finally:
     for number, handler in previous.items():
       signal.signal(number, handler)
-    if request.asked and request._signal:
-      logging.info('stopped by %s', signal.Signals(request._signal).name)

@@ -7,6 +7,7 @@ with one line on stderr and exit code 2, before jax is imported.
 import difflib
 import importlib
 import importlib.util
+import logging
 import os
 import pathlib
 import re
@@ -58,8 +59,12 @@ def is_expected(error: Exception) -> bool:
   frames = traceback.extract_tb(error.__traceback__)
   if not isinstance(error, ValueError | TypeError) or not frames:
     return False
-  folders = pathlib.Path(frames[-1].filename).parts[:-1]
-  return any(owner in folders for owner in _OWNERS)
+  return _ours(frames[-1].filename)
+
+
+def _ours(filename: str) -> bool:
+  path = pathlib.Path(filename)
+  return any(path.is_relative_to(_ROOT / owner) for owner in _OWNERS)
 
 
 def guard(call: Callable[[], Any], show_traceback: bool) -> Any:
@@ -75,12 +80,10 @@ def guard(call: Callable[[], Any], show_traceback: bool) -> Any:
 
 def _quiet() -> None:
   """Drops what other packages say at level INFO through absl's logger."""
-  from absl import logging
+  from absl import logging as absl_logging
 
-  ours = lambda record: any(owner in record.pathname for owner in _OWNERS)
-  logging.get_absl_handler().addFilter(
-    lambda record: record.levelno > logging.converter.STANDARD_INFO
-    or ours(record)
+  absl_logging.get_absl_handler().addFilter(
+    lambda record: record.levelno > logging.INFO or _ours(record.pathname)
   )
 
 
@@ -276,7 +279,7 @@ def parse(argv: Sequence[str]) -> list[str]:
   spec = _flag_value(argv, 'config')
   if spec:
     _check_config(spec)
-  for name in ('mode', 'parallel'):
+  for name in ('mode', 'parallel', 'shard'):
     if name in flags.FLAGS:
       _check_choice(argv, name)
   try:

@@ -1,11 +1,15 @@
 """main.py answers mistakes in one line, fast, from any folder."""
 
+import json
 import pathlib
 import subprocess
 import sys
 import time
 
 import pytest
+from ml_collections import config_dict
+
+from experiments import cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MAIN = ROOT / 'experiments' / 'main.py'
@@ -107,3 +111,21 @@ def test_an_unknown_runner_is_one_line(folder):
 
 def test_main_is_short():
   assert len(MAIN.read_text(encoding='utf-8').splitlines()) <= 60
+
+
+def test_only_errors_of_our_own_code_are_expected():
+  here = cli.is_expected
+  assert here(OSError('disk full'))
+  assert not here(KeyError('x'))
+
+  def raised(call):
+    try:
+      call()
+    except Exception as error:
+      return error
+    raise AssertionError('nothing was raised')
+
+  config = config_dict.ConfigDict({'experiment': 'no_such_runner'})
+  assert here(raised(lambda: cli.runner(config)))
+  # A checkout may lie in a folder of any name: json is not ours.
+  assert not here(raised(lambda: json.loads('{')))

@@ -14,7 +14,7 @@ def test_attention_by_hand():
   features = jnp.array([[[0.0, 4.0], [8.0, 0.0], [np.nan, np.nan]]])
   scores = jnp.array([[0.0, np.log(3.0), 5.0]])
   mask = jnp.array([[True, True, False]])
-  pooled, attention = pooling.attention_pool(features, scores, mask)
+  pooled, attention = jax.jit(pooling.attention_pool)(features, scores, mask)
   np.testing.assert_allclose(pooled, [[6.0, 1.0]], rtol=1e-6)
   np.testing.assert_allclose(attention, [[0.25, 0.75, 0.0]], rtol=1e-6)
 
@@ -22,7 +22,7 @@ def test_attention_by_hand():
 def test_max_by_hand_with_ties():
   features = jnp.array([[[1.0, 5.0], [3.0, 5.0], [9.0, 9.0]]])
   mask = jnp.array([[True, True, False]])
-  pooled, share = pooling.max_pool(features, mask)
+  pooled, share = jax.jit(pooling.max_pool)(features, mask)
   np.testing.assert_array_equal(pooled, [[3.0, 5.0]])
   # The first feature belongs to instance 1, the second to both.
   np.testing.assert_allclose(share, [[0.25, 0.75, 0]])
@@ -50,9 +50,8 @@ def test_packed_rows_equal_bags_one_by_one(name):
       return pooling.attention_pool(features, scores, mask, ids, count)
     return _POOLS[name](features, mask, ids, count)
 
-  pooled, weights = jax.jit(pool, static_argnums=4)(
-    features, scores, mask, ids, 4
-  )
+  pool = jax.jit(pool, static_argnums=4)
+  pooled, weights = pool(features, scores, mask, ids, 4)
   assert pooled.shape == (1, 4, 3)
   for s, (x, e, cells) in enumerate(bags):
     if not len(x):

@@ -34,8 +34,8 @@ def init_params(key, batch):
   a, b = jax.random.split(key)
   d = batch['x'].shape[-1]
   return {
-    'hidden': {'w': jax.random.normal(a, (d, H)) / d**0.5, 'b': jnp.zeros(H)},
-    'out': {'w': jax.random.normal(b, (H,)) / H**0.5, 'b': jnp.zeros(())},
+    'hidden': {'w': jax.random.uniform(a, (d, H)) - 0.5, 'b': jnp.zeros(H)},
+    'out': {'w': jax.random.uniform(b, (H,)) - 0.5, 'b': jnp.zeros(())},
   }
 
 
@@ -47,8 +47,8 @@ def predict(params, x, gain=1.0):
 def loss_fn(params, batch, key, step):
   del step
   keys = jax.vmap(jax.random.fold_in, (None, 0))(key, batch['id'])
-  noise = jax.vmap(lambda k: jax.random.normal(k, (H,)))(keys)
-  error = predict(params, batch['x'], 1 + 0.3 * noise) - batch['y']
+  noise = jax.vmap(lambda k: jax.random.uniform(k, (H,)))(keys)
+  error = predict(params, batch['x'], 0.6 + 0.8 * noise) - batch['y']
   weight = batch['weight']
   total = lambda v: jnp.sum(jnp.where(weight > 0, v, 0) * weight)
   return total(error**2), weight.sum(), {'abs': (total(abs(error)), weight.sum())}

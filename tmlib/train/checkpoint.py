@@ -191,12 +191,23 @@ class Checkpoints:
       treedef, [_wrap(found[_path(p)], shape) for p, shape in leaves]
     )
 
+  def arrays(self, step: int) -> dict[str, np.ndarray]:
+    """{path: array} of the state of `step`, on the host, without a template."""
+    target = {
+      k: np.empty(v.shape, v.dtype) for k, v in self._stored(step).items()
+    }
+    args = self._ocp.args
+    return self._manager.restore(
+      step, args=args.Composite(state=args.StandardRestore(target))
+    )['state']
+
+  def _stored(self, step: int) -> dict[str, Any]:
+    stored = self._manager.item_metadata(step)['state']
+    return getattr(stored, 'tree', stored)
+
   def _check_structure(self, step: int, target: dict[str, Any]) -> None:
     """Names the leaves that differ, ten at most, before Orbax's own error."""
-    stored = self._manager.item_metadata(step)['state']
-    have = {
-      k: tuple(v.shape) for k, v in getattr(stored, 'tree', stored).items()
-    }
+    have = {k: tuple(v.shape) for k, v in self._stored(step).items()}
     want = {k: tuple(v.shape) for k, v in target.items()}
     absent = '(absent)'
     wrong = [
@@ -324,24 +335,18 @@ def load_params(workdir: str | Path, step: int | None = None) -> Any:
     parameters, as they go into `apply`.
 
   Raises:
-    FileNotFoundError: if there is no complete checkpoint.
+    FileNotFoundError: if there is no such complete checkpoint.
+    ValueError: if its state has no parameters.
   """
-  import orbax.checkpoint as ocp
-
-  folder = Path(workdir).resolve() / 'checkpoints'
-  steps = _complete_steps(folder)
-  if not steps or (step is not None and step not in steps):
-    raise FileNotFoundError(
-      f'no complete checkpoint {"" if step is None else step} in {folder};'
-      f' steps there: {sorted(steps) or "none"}'
-    )
-  path = steps[max(steps) if step is None else step] / 'state'
-  with ocp.StandardCheckpointer() as reader:
-    shapes = reader.metadata(path).item_metadata.tree
-    target = {k: np.empty(v.shape, v.dtype) for k, v in shapes.items()}
-    flat = reader.restore(path, target)
+  checkpoints = Checkpoints(Path(workdir) / 'checkpoints', read_only=True)
+  try:
+    flat = checkpoints.arrays(checkpoints.latest if step is None else step)
+  finally:
+    checkpoints.close()
   averaged = any(name.startswith('ema_params/') for name in flat)
   prefix = 'ema_params/' if averaged else 'params/'
+  if not any(name.startswith(prefix) for name in flat):
+    raise ValueError(f'the state in {workdir} has no params: {sorted(flat)}')
   tree: dict[str, Any] = {}
   for name, value in flat.items():
     if name.startswith(prefix):

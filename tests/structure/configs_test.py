@@ -75,3 +75,12 @@ def test_the_docstring_holds_the_command(path):
   command = re.sub(r'\\\n\s*', '', first)
   assert re.search(rf'--config=configs/{path.stem}\.py\b', command)
   assert '--workdir=' in command
+
+
+def test_tmevolve_names_the_sets_that_the_reader_knows():
+  from tmlib.data import MIL_SETS
+
+  known = set(MIL_SETS)
+  for name in known - {'ucsb_breast_cancer'}:  # ucsb for short
+    config = cli.load_config(f'{ROOT / "configs" / "tmevolve.py"}:{name}')
+    assert config.data.sets == (name,)

@@ -4,8 +4,8 @@ Axes: B rows, S bags packed into a row (absent where rows are single bags),
 N instances, P features, C classes, F folds.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -86,14 +86,11 @@ def classification_method(
   *,
   num_classes: int,
   aux_weights: Mapping[str, float] | None = None,
-  schedule: Callable[[Any], Any] | None = None,
   class_weights: Sequence[float] | None = None,
   label_smoothing: float = 0.0,
   statistics: Statistics | None = None,
   outputs: Sequence[str] = (),
-  microbatches: int = 1,
-  ema_decay: float | None = None,
-  max_skips: int = 10,
+  **options: Any,
 ) -> Build:
   r"""Trains a bag model by cross entropy plus weighted auxiliary losses.
 
@@ -101,10 +98,8 @@ def classification_method(
 
   Batch: 'bag' (leaves [B, N, ...]), 'label' [B] or [B, S] int, 'weight' same
   shape float32 (zero = padding), 'id' same shape int32; with `statistics` also
-  'fold' [B] int32.
-
-  Dropout keys fold the id of a row (of its first bag, where packed) into the
-  key of the step, so no device layout changes the numbers.
+  'fold' [B] int32 (see `tag_runs`). Dropout keys fold the id of a row (of its
+  first bag, where packed) into the key of the step.
 
   Args:
     model: module with apply({'params': p}, bag, train=, dropout_keys=) ->
@@ -113,16 +108,14 @@ def classification_method(
     num_classes: C, >= 2.
     aux_weights: lambda of each auxiliary loss that the model reports; those
       that are not named are reported and not trained on.
-    schedule: step -> learning rate, for the log only.
     class_weights: C positive numbers, or None.
     label_smoothing: in [0, 1).
     statistics: mean, std [F, P] of `fold_statistics`, or None for features
       that are scaled already.
     outputs: extra outputs of `evaluate`, of 'slide_features' and 'attention'
       (the latter for unpacked bags of one padded length only).
-    microbatches: see `gradient_method`.
-    ema_decay: see `gradient_method`.
-    max_skips: see `gradient_method`.
+    **options: of `tmlib.train.make_update`: schedule, microbatches, ema_decay,
+      max_skips.
 
   Returns:
     Build. Metrics: loss, cross_entropy, accuracy, aux/<name>. Outputs: id,
@@ -133,90 +126,96 @@ def classification_method(
       that the model does not have.
   """
   _check_options(num_classes, class_weights, label_smoothing, outputs)
-  aux_weights = dict(aux_weights or {})
-
-  def prepared(batch) -> Bag:
-    if statistics is None:
-      return batch['bag']
-    return scale_features(batch['bag'], batch['fold'], statistics)
-
-  def sums(output: MILOutput, batch):
-    missing = sorted(set(aux_weights) - set(output.aux))
-    if missing:
-      raise ValueError(
-        f'aux_weights names {missing}, but the model reports '
-        f'{sorted(output.aux) or "no auxiliary loss"}'
-      )
-    chex.assert_axis_dimension(output.logits, -1, num_classes)
-    logits = output.logits.astype(jnp.float32)
-    loss, weight = classification_loss(
-      logits,
-      batch['label'],
-      class_weights=class_weights,
-      label_smoothing=label_smoothing,
-    )
-    valid = batch['weight'] > 0
-    weight = weight * batch['weight']
-
-    def reduced(values, weight):
-      # where, not multiply: whatever an empty slot holds must not matter.
-      return jnp.sum(jnp.where(valid, values, 0) * weight), jnp.sum(weight)
-
-    total = loss
-    for name, scale in aux_weights.items():
-      total = total + scale * output.aux[name]
-    correct = (jnp.argmax(logits, -1) == batch['label']).astype(jnp.float32)
-    aux = {
-      'cross_entropy': reduced(loss, weight),
-      'accuracy': reduced(correct, batch['weight']),
-    }
-    for name, value in output.aux.items():
-      aux[f'aux/{name}'] = reduced(value, batch['weight'])
-    return reduced(total, weight), aux
+  objective = _Objective(
+    num_classes, dict(aux_weights or {}), class_weights, label_smoothing
+  )
 
   def apply(params, batch, **keywords) -> Any:
-    return model.apply({'params': params}, prepared(batch), **keywords)
+    bag = batch['bag']
+    if statistics is not None:
+      bag = scale_features(bag, batch['fold'], statistics)
+    return model.apply({'params': params}, bag, **keywords)
 
   def init_params(key, batch):
-    return model.init({'params': key}, prepared(batch), train=False)['params']
+    # Shapes alone matter here, so features need no scaling.
+    return model.init({'params': key}, batch['bag'], train=False)['params']
 
   def loss_fn(params, batch, key, step):
     del step
     row_id = batch['id'] if batch['id'].ndim == 1 else batch['id'][:, 0]
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, row_id)
     output = apply(params, batch, train=True, dropout_keys=keys)
-    (total, weight), aux = sums(output, batch)
+    (total, weight), aux = objective.sums(output, batch)
     return total, weight, aux
 
   def evaluate(params, batch):
     output = apply(params, batch, train=False)
-    total, aux = sums(output, batch)
-    logits = output.logits.astype(jnp.float32)
-    result = {
-      'id': batch['id'],
-      'label': batch['label'],
-      'logits': logits,
-      'probability': jax.nn.softmax(logits),
-    }
-    for name in outputs:
-      result[name] = getattr(output, name)
-    if 'attention' in outputs and batch['weight'].ndim == 2:
-      raise ValueError(
-        "outputs=('attention',) needs one bag per row; evaluate unpacked bags, "
-        'or apply the model and use tmlib.data.unpack_instances'
-      )
-    return {'sums': {'loss': total, **aux}, 'outputs': result}
+    total, aux = objective.sums(output, batch)
+    found = _outputs(output, batch, outputs)
+    return {'sums': {'loss': total, **aux}, 'outputs': found}
 
-  return gradient_method(
-    init_params,
-    loss_fn,
-    evaluate,
-    optimizer,
-    schedule=schedule,
-    microbatches=microbatches,
-    ema_decay=ema_decay,
-    max_skips=max_skips,
-  )
+  return gradient_method(init_params, loss_fn, evaluate, optimizer, **options)
+
+
+class _Objective(NamedTuple):
+  """The loss of a batch; fields as in `classification_method`."""
+
+  num_classes: int
+  aux_weights: dict[str, float]
+  class_weights: Sequence[float] | None
+  label_smoothing: float
+
+  def sums(self, output: MILOutput, batch: dict[str, Any]):
+    """((loss sum, weight), {metric: (sum, weight)}) over the real bags."""
+    missing = sorted(set(self.aux_weights) - set(output.aux))
+    if missing:
+      raise ValueError(
+        f'aux_weights names {missing}, but the model reports '
+        f'{sorted(output.aux) or "no auxiliary loss"}'
+      )
+    chex.assert_axis_dimension(output.logits, -1, self.num_classes)
+    label, weight = batch['label'], batch['weight']
+    logits = output.logits.astype(jnp.float32)
+    entropy, class_weight = classification_loss(
+      logits,
+      label,
+      class_weights=self.class_weights,
+      label_smoothing=self.label_smoothing,
+    )
+
+    def reduced(values, weight):
+      # where, not multiply: whatever an empty slot holds must not matter.
+      values = jnp.where(batch['weight'] > 0, values, 0)
+      return jnp.sum(values * weight), jnp.sum(weight)
+
+    total = entropy
+    for name, scale in self.aux_weights.items():
+      total = total + scale * output.aux[name]
+    correct = (jnp.argmax(logits, -1) == label).astype(jnp.float32)
+    metrics = {
+      'cross_entropy': reduced(entropy, class_weight * weight),
+      'accuracy': reduced(correct, weight),
+    }
+    for name, value in output.aux.items():
+      metrics[f'aux/{name}'] = reduced(value, weight)
+    return reduced(total, class_weight * weight), metrics
+
+
+def _outputs(output, batch, names):
+  """What `evaluate` returns for each bag."""
+  if 'attention' in names and batch['weight'].ndim == 2:
+    raise ValueError(
+      "outputs=('attention',) needs one bag per row; evaluate unpacked bags, "
+      'or apply the model and use tmlib.data.unpack_instances'
+    )
+  logits = output.logits.astype(jnp.float32)
+  found = {
+    'id': batch['id'],
+    'label': batch['label'],
+    'logits': logits,
+    'probability': jax.nn.softmax(logits),
+  }
+  return found | {name: getattr(output, name) for name in names}
 
 
 def _check_options(num_classes, class_weights, label_smoothing, outputs):

@@ -101,7 +101,7 @@ def ranked_instances(
       ax.set_title(name, fontsize=8)
       ax.set_xlabel('attention', fontsize=8)
     _region_legend(fig, np.concatenate([region for _, _, region in bags]))
-    fig.suptitle(title + '; dotted: equal shares', fontsize=9)
+    fig.suptitle(title + '\ndotted: equal shares', fontsize=9)
 
 
 def pca(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

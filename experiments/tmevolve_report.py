@@ -34,7 +34,7 @@ __all__ = ['write']
 
 _NOTE = """
 Figures: AUC of the scores pooled over the folds of a repeat, then the mean over
-{seeds} repeats. Intervals: {samples} bootstrap samples over *bags*, all repeats
+the repeats ({seeds}). Intervals: {samples} bootstrap samples over *bags*, all repeats
 of a bag kept together (95 %, BCa). `detectable` is the smallest true difference
 to {reference} that so many bags would show with 80 % power at the 5 % level:
 smaller differences in this table mean nothing. Standardisation, graphs and
@@ -169,7 +169,7 @@ def _pictures(config, name, bagset, folds, table, rows, workdir: Path) -> None:
   }
   plots.roc(
     out / f'{stem}roc.png', bagset.labels, table,
-    f'{name}: pooled out-of-fold scores,\n{config.train.runs} repeats (thin)',
+    f'{name}: pooled out-of-fold scores\nthin: each repeat',
     legend,
   )  # fmt: skip
   if 'tmevolve' not in config.models:
@@ -184,7 +184,8 @@ def _pictures(config, name, bagset, folds, table, rows, workdir: Path) -> None:
   ]
   plots.ranked_instances(
     out / f'{stem}ranked_instances.png', picture,
-    f'{name}: held-out bags with the highest score',
+    f'{name}: held-out bags with the highest score; regions are numbered'
+    ' within the model of the bag\'s fold',
   )  # fmt: skip
   rank = lambda a: np.argsort(np.argsort(-a, kind='stable')) + 1
   _write_csv(out / f'{stem}instances.csv', [

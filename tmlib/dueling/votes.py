@@ -1,0 +1,238 @@
+r"""Real votes: tables of (user, left, right, winner), and ratings.
+
+Ties carry information about closeness but none about direction: 'half' scores
+them 1/2 for both sides, 'drop' removes them.
+
+Ratings become comparisons of groups of items (genres, brands): for a user who
+rated n_a items of group a and n_b of group b, every pair of them is a duel, and
+the share won by a is the Mann-Whitney statistic. Its pairs share items, so it
+is worth about n_a n_b / (n_a + n_b - 1) independent votes, and is stored as
+such.
+
+Axes: V votes, N users, K arms, R rating levels.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tmlib.dueling import borda, checks
+
+__all__ = [
+  'TIES',
+  'Votes',
+  'bootstrap_votes',
+  'read_votes',
+  'split_votes',
+  'tally_ratings',
+  'tally_table',
+]
+
+TIES = ('half', 'drop')
+
+
+class Votes(NamedTuple):
+  """A table of votes with names replaced by numbers.
+
+  Attributes:
+    user: [V] int in [0, N).
+    left: [V] int in [0, K).
+    right: [V] int in [0, K).
+    outcome: [V] in {0, 1/2, 1}: 1 left won.
+    users: names, length N.
+    arms: names, length K.
+  """
+
+  user: np.ndarray
+  left: np.ndarray
+  right: np.ndarray
+  outcome: np.ndarray
+  users: tuple[Any, ...]
+  arms: tuple[Any, ...]
+
+
+def _column(table: Any, name: str) -> np.ndarray:
+  try:
+    return np.asarray(table[name])
+  except (KeyError, TypeError, IndexError) as error:
+    columns = list(table) if isinstance(table, Mapping) else 'unknown'
+    raise ValueError(
+      f'the table has no column {name!r} (it has {columns}); pass '
+      "columns={'user': ..., 'left': ..., 'right': ..., 'winner': ...}"
+    ) from error
+
+
+def read_votes(
+  table: Any,
+  ties: str = 'half',
+  columns: Mapping[str, str] | None = None,
+) -> Votes:
+  """Reads a table of votes.
+
+  Args:
+    table: anything with `table[name] -> [V]`: a dict of arrays, a pandas or
+      structured frame. Winners are 'left', 'right' or 'tie'.
+    ties: 'half' or 'drop'.
+    columns: names of the columns user, left, right and winner where they differ
+      from these words.
+
+  Returns:
+    The votes. Users and arms are sorted by name; a user all of whose votes were
+    dropped is an error, not a row of halves.
+
+  Raises:
+    ValueError: a missing column, columns of different length, no vote, an
+      unknown winner, an arm against itself, a user left without votes.
+  """
+  checks.check_choice('ties', ties, TIES)
+  names = {k: k for k in ('user', 'left', 'right', 'winner')}
+  names |= dict(columns or {})
+  user, left, right, winner = (
+    _column(table, names[k]) for k in ('user', 'left', 'right', 'winner')
+  )
+  if not len(user) == len(left) == len(right) == len(winner):
+    raise ValueError(
+      f'columns have lengths {len(user)}, {len(left)}, {len(right)}, '
+      f'{len(winner)}; they must agree'
+    )
+  if len(user) == 0:
+    raise ValueError('the table has no vote')
+  known = np.isin(winner, ['left', 'right', 'tie'])
+  if not known.all():
+    row = int(np.argmin(known))
+    raise ValueError(
+      f"winner {winner[row]!r} in row {row} must be 'left', 'right' or 'tie'"
+    )
+  if (left == right).any():
+    row = int(np.argmax(left == right))
+    raise ValueError(f'row {row} compares {left[row]!r} with itself; drop it')
+  users, user = np.unique(user, return_inverse=True)
+  arms, both = np.unique(np.concatenate([left, right]), return_inverse=True)
+  left, right = both[: len(left)], both[len(left) :]
+  outcome = np.where(winner == 'left', 1.0, np.where(winner == 'tie', 0.5, 0.0))
+  keep = np.ones(len(user), bool) if ties == 'half' else winner != 'tie'
+  votes = np.bincount(user[keep], minlength=len(users))
+  if (votes == 0).any():
+    raise ValueError(
+      f'user {users[int(np.argmin(votes))]!r} has no vote but ties; use '
+      "ties='half' or remove the user"
+    )
+  return Votes(
+    user[keep],
+    left[keep],
+    right[keep],
+    outcome[keep],
+    tuple(users),
+    tuple(arms),
+  )
+
+
+def tally_table(votes: Votes) -> borda.Tally:
+  """Counts wins and meetings per user and pair.
+
+  Args:
+    votes: the table.
+
+  Returns:
+    The tally, NumPy float64 [N, K, K] each.
+  """
+  shape = (len(votes.users), len(votes.arms), len(votes.arms))
+  wins, counts = np.zeros(shape), np.zeros(shape)
+  u, x, y, o = votes.user, votes.left, votes.right, votes.outcome
+  np.add.at(wins, (u, x, y), o)
+  np.add.at(wins, (u, y, x), 1 - o)
+  np.add.at(counts, (u, x, y), 1)
+  np.add.at(counts, (u, y, x), 1)
+  return borda.Tally(wins, counts)
+
+
+def _take(votes: Votes, rows: np.ndarray) -> Votes:
+  return votes._replace(
+    user=votes.user[rows],
+    left=votes.left[rows],
+    right=votes.right[rows],
+    outcome=votes.outcome[rows],
+  )
+
+
+def split_votes(votes: Votes, rng: np.random.Generator) -> tuple[Votes, Votes]:
+  """Splits every user's votes into two halves.
+
+  Args:
+    votes: the table.
+    rng: decides the split.
+
+  Returns:
+    Two tables over the same users and arms; with an odd number of votes the
+    first half has one more.
+  """
+  order = rng.permutation(len(votes.user))
+  order = order[np.argsort(votes.user[order], kind='stable')]
+  user = votes.user[order]
+  first = np.searchsorted(user, user)
+  even = (np.arange(len(user)) - first) % 2 == 0
+  return _take(votes, order[even]), _take(votes, order[~even])
+
+
+def bootstrap_votes(votes: Votes, rng: np.random.Generator) -> Votes:
+  """Resamples every user's votes with replacement.
+
+  Args:
+    votes: the table.
+    rng: decides the draw.
+
+  Returns:
+    A table of the same size for every user.
+  """
+  order = np.argsort(votes.user, kind='stable')
+  user = votes.user[order]
+  start = np.searchsorted(user, user)
+  size = np.bincount(user, minlength=len(votes.users))[user]
+  return _take(votes, order[start + rng.integers(0, size)])
+
+
+def tally_ratings(
+  user: Any, rating: Any, member: Any, num_users: int, levels: Sequence[float]
+) -> borda.Tally:
+  """Turns ratings into comparisons between groups of items.
+
+  Args:
+    user: [V] int in [0, N), who rated.
+    rating: [V], one of `levels`.
+    member: [V, K] bool, groups of the rated item; it may belong to several.
+    num_users: N.
+    levels: [R], the rating scale, ascending.
+
+  Returns:
+    The tally, float64 [N, K, K] each, in effective votes: counts are
+    n_a n_b / (n_a + n_b - 1), zero where a user rated nothing of a group.
+
+  Raises:
+    ValueError: a rating outside the scale, or arrays that do not match.
+  """
+  user, rating = np.asarray(user), np.asarray(rating)
+  member = np.asarray(member, bool)
+  if member.ndim != 2 or not len(user) == len(rating) == len(member):
+    raise ValueError(
+      f'user {user.shape}, rating {rating.shape} and member {member.shape} '
+      'must be [V], [V] and [V, K]'
+    )
+  scale = np.asarray(levels, np.float64)
+  level = np.searchsorted(scale, rating)
+  level = np.minimum(level, len(scale) - 1)
+  if not np.allclose(scale[level], rating):
+    row = int(np.argmin(np.isclose(scale[level], rating)))
+    raise ValueError(f'rating {rating[row]} in row {row} is not in {levels}')
+  arms = member.shape[1]
+  histogram = np.zeros((num_users, len(scale), arms))
+  np.add.at(histogram, (user, level), member)
+  below = np.cumsum(histogram, 1) - histogram / 2
+  won = np.einsum('nra,nrb->nab', histogram, below)
+  size = histogram.sum(1)
+  pairs = size[:, :, None] * size[:, None, :]
+  rate = won / np.where(pairs > 0, pairs, 1)
+  worth = size[:, :, None] + size[:, None, :] - 1
+  counts = np.where(pairs > 0, pairs / np.maximum(worth, 1), 0)
+  counts *= 1 - np.eye(arms)
+  return borda.Tally(rate * counts, counts)

@@ -124,7 +124,9 @@ def _part(config, bagset: BagSet, name: str) -> train.Experiment:
   )
   arrays, lay = _arrays(bagset)
   runs = np.arange(len(folds.train))
-  batch = config.train.batch_size
+  # As many rows as hold about `batch_size` bags.
+  rows = len(arrays['label'])
+  batch = -(-config.train.batch_size * rows // len(bagset.bags))
   stream = train.run_data(arrays, lay(folds.train), batch, seed=config.seed)
   tested = train.pass_data(arrays, batch, run_weights=lay(folds.test))
   return train.Experiment(

@@ -35,10 +35,10 @@ __all__ = ['write']
 _NOTE = """
 Figures: AUC of the scores pooled over the folds of a repeat, then the mean over
 the repeats ({seeds}). Intervals: {samples} bootstrap samples over *bags*, all
-repeats of a bag kept together (95 %, BCa). `detectable` is the smallest true difference
-to {reference} that so many bags would show with 80 % power at the 5 % level:
-smaller differences in this table mean nothing. Standardisation, graphs and
-early choices never see a test bag; nothing was picked on test folds.
+repeats of a bag kept together (95 %, BCa). `detectable` is the smallest true
+difference to {reference} that so many bags would show with 80 % power at the
+5 % level: smaller differences in this table mean nothing. Standardisation and
+graphs never see a test bag, and nothing was picked on test folds.
 
 These bags come without positions and without a text encoder: the patch graph is
 a mutual {k}-NN graph in feature space, and TMEvolve's concepts are learned.

@@ -213,7 +213,8 @@ def run_data(
   empty = [r for r, member in enumerate(members) if not len(member)]
   if empty:
     raise ValueError(f'runs {empty[:5]} have no example with positive weight')
-  batch_size = min(batch_size, max(map(len, members)))
+  # No larger than it need be, but still a multiple of a few devices.
+  batch_size = min(batch_size, -(-max(map(len, members)) // 8) * 8)
   order: dict[tuple[int, int], np.ndarray] = {}
 
   def epoch(run: int, number: int) -> np.ndarray:

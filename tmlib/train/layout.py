@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tmlib.train.data import Data
-from tmlib.train.method import Method
+from tmlib.train.method import Method, check_update
 
 __all__ = [
   'Layout',
@@ -291,9 +291,11 @@ class Layout:
     per_run = 0 if data is not None and data.per_run else None
 
     def one(state, resident, batch):
-      return method.update(
+      new, metrics = method.update(
         state, None if data is None else data.gather(resident, batch)
       )
+      check_update(state, new, metrics)
+      return new, metrics
 
     many = one
     if self.runs:

@@ -59,13 +59,10 @@ class Program:
     function = self._layout.step(
       self._method, self.data, self.shapes, self._folds
     )
-    lowered = {
+    return {
       key: function.lower(self.shapes, self._resident, batch)
       for key, batch in self._batch_shapes().items()
     }
-    for one in lowered.values():
-      _check_result(one.out_info, self.shapes, self._layout.runs)
-    return lowered
 
   def compile(self, train: bool = True) -> list[dict[str, Any]]:
     """Compiles the evaluations and, if `train`, the step for every bucket.
@@ -134,35 +131,6 @@ class Program:
       name: evaluator.run(self._evaluations[name], state, summarize)
       for name, evaluator in self._evaluators.items()
     }
-
-
-def _check_result(result: Any, shapes: Any, runs: int) -> None:
-  """Holds an update to the contract, before it is compiled."""
-  state, metrics = result
-  old, new = (
-    {
-      jax.tree_util.keystr(path): (x.shape, str(x.dtype))
-      for path, x in jax.tree_util.tree_leaves_with_path(tree)
-    }
-    for tree in (shapes, state)
-  )
-  changed = [
-    f'state{name}: {old.get(name, "absent")} -> {new.get(name, "absent")}'
-    for name in sorted(old.keys() | new.keys())
-    if old.get(name) != new.get(name)
-  ]
-  if changed:
-    raise ValueError(
-      'update must return a state of the shapes and dtypes it was given:\n  '
-      + '\n  '.join(changed[:10])
-    )
-  for name, value in metrics.items():
-    for x in value if isinstance(value, tuple) else (value,):
-      if x.ndim != bool(runs):
-        raise ValueError(
-          f'metric {name!r} has shape {x.shape[bool(runs) :]}; a metric is a'
-          ' scalar or a pair (sum, weight) of scalars'
-        )
 
 
 def _cost(compiled: Any) -> dict[str, float | None]:

@@ -70,6 +70,11 @@ def _split(batch: Batch, microbatches: int) -> Batch:
   """
 
   def split(x):
+    if x.shape[0] % microbatches:
+      raise ValueError(
+        f'microbatches={microbatches} does not divide the {x.shape[0]} examples'
+        ' of a batch on one device; change one of them'
+      )
     x = x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:])
     return jnp.swapaxes(x, 0, 1)
 

@@ -1,0 +1,278 @@
+"""Batches are a pure function of the step, whoever reads them.
+
+Axes: n examples, B batch.
+"""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.train import toy
+from tests.train.loop_test import counting
+from tmlib import train
+from tmlib.train.prefetch import prefetch
+
+LENGTHS = np.random.default_rng(3).integers(1, 13, 24)
+BUCKETS = (4, 8, 12)
+
+
+class Sequences:
+  """Item i: LENGTHS[i] rows of three numbers, and their mean as target."""
+
+  def __init__(self, lengths=LENGTHS):
+    rng = np.random.default_rng(0)
+    self.items = [rng.normal(size=(n, 3)).astype(np.float32) for n in lengths]
+    self.threads = set()
+
+  def __len__(self):
+    return len(self.items)
+
+  def __getitem__(self, i):
+    self.threads.add(threading.current_thread().name.split('_')[0])
+    x = self.items[i]
+    return {'x': x, 'y': x.mean(), 'id': i}
+
+
+def collate(items, bucket):
+  b = len(items)
+  batch = {
+    # Padding may hold anything.
+    'x': np.full((b, bucket, 3), np.nan, np.float32),
+    'mask': np.zeros((b, bucket), bool),
+    'y': np.zeros(b, np.float32),
+    'weight': np.zeros(b, np.float32),
+    'id': np.zeros(b, np.int32),
+  }
+  for row, item in enumerate(items):
+    if item is not None:
+      n = len(item['x'])
+      batch['x'][row, :n], batch['mask'][row, :n] = item['x'], True
+      batch['y'][row], batch['id'][row] = item['y'], item['id']
+      batch['weight'][row] = 1
+  return batch
+
+
+def stream(buckets=BUCKETS, source=None, **options):
+  source = source or Sequences()
+  return train.source_data(
+    source, collate, 4, lengths=LENGTHS, buckets=buckets, **options
+  )
+
+
+def mean_method():
+  def predict(params, batch):
+    x = jnp.where(batch['mask'][..., None], batch['x'], 0).sum(1)
+    return (x / batch['mask'].sum(1, keepdims=True).clip(1)) @ params['w']
+
+  def loss(params, batch, key, step):
+    error = (predict(params, batch) - batch['y']) ** 2
+    total = jnp.where(batch['weight'] > 0, error, 0).sum()
+    return total, batch['weight'].sum(), {}
+
+  def evaluate(params, batch):
+    outputs = {'prediction': predict(params, batch), 'id': batch['id']}
+    return {'sums': {}, 'outputs': outputs}
+
+  init = lambda key, batch: {'w': jnp.zeros(batch['x'].shape[-1])}
+  return train.gradient_method(init, loss, evaluate, optax.sgd(0.1))
+
+
+def fit(data, passed=None, build=None):
+  return train.fit(
+    build or mean_method(), data, steps=18,
+    evaluations={'all': passed or stream(one_pass=True)},
+  )  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def one_bucket():
+  return fit(stream((12,)), stream((12,), one_pass=True))
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+def test_buckets_change_shapes_and_nothing_else(one_bucket, workers):
+  counts, source = {}, Sequences()
+  data = stream(source=source, workers=workers)
+  passed = stream(one_pass=True, workers=workers)
+  used = {passed.bucket(step) for step in range(passed.steps)}
+  result = fit(data, passed, counting(mean_method(), counts))
+  assert counts == {'update': len(BUCKETS), 'evaluate': len(used)}
+  assert {c['bucket'] for c in result.costs} == {'4', '8', '12'}
+  toy.assert_close(result.state, one_bucket.state)
+  found, want = (r.evaluations['all'][0].outputs for r in (result, one_bucket))
+  toy.assert_close(found, want)
+  np.testing.assert_array_equal(found['id'], np.arange(24))
+  names = {'tmlib-read'} if workers else {'tmlib-prefetch', 'MainThread'}
+  assert source.threads >= names if workers else source.threads == names
+
+
+def test_a_batch_takes_the_least_bucket_that_holds_it():
+  data = stream(shuffle=False)
+  for step in range(6):
+    longest = LENGTHS[4 * step : 4 * step + 4].max()
+    want = next(b for b in BUCKETS if b >= longest)
+    assert data.bucket(step) == want
+    batch = data.load(step, slice(0, 4))
+    assert batch['x'].shape == (4, want, 3)
+    assert data.shapes[want]['x'].shape == (4, want, 3)
+
+
+def test_the_last_batch_of_a_pass_is_padded():
+  lengths = LENGTHS[:10]
+  data = train.source_data(
+    Sequences(lengths), collate, 4, lengths=lengths, buckets=(12,),
+    one_pass=True,
+  )  # fmt: skip
+  assert data.steps == 3
+  weights = [data.load(step, slice(0, 4))['weight'] for step in range(3)]
+  np.testing.assert_array_equal(weights[2], [1, 1, 0, 0])
+
+
+def test_steps_per_call_needs_one_bucket():
+  options = train.Options(steps_per_call=2, log_every=2)
+  with pytest.raises(ValueError, match='needs batches of one shape'):
+    train.fit(mean_method(), stream(), steps=18, options=options)
+
+
+@pytest.mark.parametrize('make', [toy.data, stream])
+def test_every_epoch_holds_every_example_once(make):
+  data = make()
+  n, b = (toy.N, 8) if make is toy.data else (24, 4)
+  ids = lambda step, rows: data.load(step, rows)['id']
+  epochs = [
+    np.concatenate([ids(e * n // b + s, slice(0, b)) for s in range(n // b)])
+    for e in range(2)
+  ]
+  for epoch in epochs:
+    np.testing.assert_array_equal(np.sort(epoch), np.arange(n))
+  assert (epochs[0] != epochs[1]).any()
+  # Any part of any batch, in any order.
+  np.testing.assert_array_equal(ids(2, slice(1, 3)), epochs[0][2 * b + 1 :][:2])
+
+
+def test_a_batch_may_cross_the_end_of_an_epoch():
+  data = train.array_data(toy.arrays(10), 4, shuffle=False)
+  ids = np.concatenate([data.load(s, slice(0, 4))['id'] for s in range(5)])
+  np.testing.assert_array_equal(ids, np.tile(np.arange(10), 2))
+
+
+@pytest.mark.parametrize(
+  ('call', 'message'),
+  [
+    (lambda: train.array_data(toy.arrays(), 0), 'batch_size must be at least'),
+    (lambda: train.array_data({'x': np.ones(3), 'y': np.ones(4)}, 2), r'\[3, 4\]'),
+    (lambda: train.array_data({'x': np.ones((0, 2))}, 2), 'hold no example'),
+    (lambda: train.source_data([], collate, 4), 'the source holds no example'),
+    (lambda: stream((4, 8)), 'item .* has length 12, over the last bucket 8'),
+    (lambda: stream((8, 4, 12)), 'buckets increasing'),
+    (lambda: stream(workers=-1), 'workers must be at least 0, got -1'),
+    (lambda: train.source_data([1], collate, 4, lengths=[1]), 'give both'),
+  ],
+)
+def test_bad_data(call, message):
+  with pytest.raises(ValueError, match=message):
+    call()
+
+
+def test_changed_data_are_seen_on_resume(tmp_path):
+  def run(arrays):
+    data = train.array_data(arrays, 8)
+    train.fit(toy.build(), data, steps=1, workdir=tmp_path, writers=[])
+
+  run(toy.arrays())
+  changed = toy.arrays()
+  changed['x'] = changed['x'] * (1 + 1e-7)  # as another machine may round
+  run(changed)
+  changed['label'][3] ^= 1
+  with pytest.raises(ValueError, match=r'data\.contents\.\[.label.\]'):
+    run(changed)
+  with pytest.raises(ValueError, match=r'data\.n: 48 -> 47'):
+    run(toy.arrays(47))
+
+
+def test_packed_rows_weigh_their_parts():
+  """[B, S]: a row holds S examples, some of them absent."""
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(12, 3, 2)).astype(np.float32)
+  weight = (rng.random((12, 3)) < 0.7).astype(np.float32)
+  weight[5] = 0
+  y = np.where(weight > 0, x.sum(-1), np.nan).astype(np.float32)
+
+  def loss(params, batch, key, step):
+    error = (batch['x'] @ params['w'] - batch['y']) ** 2
+    real = batch['weight'] > 0
+    total = jnp.where(real, error, 0).sum()
+    return total, batch['weight'].sum(), {}
+
+  def evaluate(params, batch):
+    prediction = batch['x'] @ params['w']
+    total = (prediction * batch['weight']).sum(), batch['weight'].sum()
+    return {'sums': {'mean': total},
+            'outputs': {'prediction': prediction, 'id': batch['id']}}  # fmt: skip
+
+  build = train.gradient_method(
+    lambda key, batch: {'w': jnp.zeros(2)}, loss, evaluate, optax.sgd(0.1),
+    microbatches=1,
+  )  # fmt: skip
+  arrays = {'x': x, 'y': np.nan_to_num(y), 'weight': weight}
+  results = {
+    parallel: train.fit(
+      build, train.array_data(arrays, 12), steps=200,
+      evaluations={'all': train.pass_data(arrays, 8)},
+      options=train.Options(parallel=parallel, log_every=100),
+    )
+    for parallel in ('jit', 'pmap')
+  }  # fmt: skip
+  toy.assert_close(results['jit'].state, results['pmap'].state)
+  np.testing.assert_allclose(
+    results['jit'].state.params['w'], [1, 1], atol=1e-3
+  )
+  found = results['jit'].evaluations['all'][0]
+  real = weight > 0
+  np.testing.assert_array_equal(found.outputs['id'], np.flatnonzero(real))
+  np.testing.assert_allclose(
+    found.outputs['prediction'], x.sum(-1)[real], atol=1e-2
+  )
+  np.testing.assert_allclose(
+    found.sums['mean'], found.outputs['prediction'].mean(), rtol=1e-5
+  )
+
+
+class TestPrefetch:
+  def test_order_and_errors(self):
+    def load(i):
+      if i == 3:
+        raise KeyError('three')
+      return i * i
+
+    found = []
+    with pytest.raises(KeyError, match='three'):
+      found.extend(prefetch(load, iter(range(9))))
+    assert prefetch_threads() == 0
+    assert list(prefetch(load, iter([5, 4]))) == [25, 16]
+
+  def test_few_are_held_ready(self):
+    seen = []
+    stream = prefetch(seen.append, iter(range(100)))
+    next(stream)
+    deadline = threading.Event()
+    deadline.wait(0.3)
+    assert len(seen) <= 4  # one taken, two ready, one at the door
+    stream.close()
+    assert prefetch_threads() == 0
+
+
+def prefetch_threads():
+  names = [t.name for t in threading.enumerate()]
+  return sum(name == 'tmlib-prefetch' for name in names)
+
+
+def test_loading_needs_no_parsed_flags():
+  """Grain asks absl for flags in places; a notebook never parses any."""
+  result = fit(stream(workers=2))
+  assert result.step == 18
+  assert np.isfinite(jax.device_get(result.state.params['w'])).all()

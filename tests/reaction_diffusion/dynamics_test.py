@@ -112,8 +112,12 @@ def test_s1_s2_concepts_stay_on_the_simplex_and_h_is_bounded(seed, lam):
 def test_s3_sums_are_conserved_for_every_exchange(seed, tau):
   c, fields, graph = problem(seed, exchange=10.0)
   h, z = euler64(c, fields, graph, tau)
-  np.testing.assert_allclose(h.sum(1), h[:1].sum(1) * np.ones((7, 1)), atol=1e-9)
-  np.testing.assert_allclose(z.sum(1), z[:1].sum(1) * np.ones((7, 1)), atol=1e-9)
+  np.testing.assert_allclose(
+    h.sum(1), h[:1].sum(1) * np.ones((7, 1)), atol=1e-9
+  )
+  np.testing.assert_allclose(
+    z.sum(1), z[:1].sum(1) * np.ones((7, 1)), atol=1e-9
+  )
 
 
 @settings(max_examples=30, deadline=None)
@@ -158,7 +162,9 @@ def test_polynomials_keep_their_box_and_pull_back_from_outside(reaction):
   u = np.linspace(kind.low, kind.high, 101)
   with jax.enable_x64(True):
     v = np.asarray(kind.target(jnp.asarray(u)))
-  np.testing.assert_allclose(kind.stiffness * (v - u), polynomial(u), atol=1e-14)
+  np.testing.assert_allclose(
+    kind.stiffness * (v - u), polynomial(u), atol=1e-14
+  )
   assert v.min() >= kind.low - 1e-14
   assert v.max() <= kind.high + 1e-14
   c, fields, graph = problem(5, exchange=0.0)
@@ -166,9 +172,9 @@ def test_polynomials_keep_their_box_and_pull_back_from_outside(reaction):
   c = c.replace(reaction=reaction, lam=np.float64(lam), kernel=None, bias=None)
   tau = rd.stable_tau(lam, reaction=reaction)
   inside = fields._replace(
-    hidden=kind.low + (kind.high - kind.low) * np.random.default_rng(0).uniform(
-      size=fields.hidden.shape
-    )
+    hidden=kind.low
+    + (kind.high - kind.low)
+    * np.random.default_rng(0).uniform(size=fields.hidden.shape)
   )
   h, _ = euler64(c, inside, graph, tau)
   assert h.min() >= kind.low - 1e-12

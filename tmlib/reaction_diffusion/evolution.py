@@ -18,6 +18,7 @@ from tmlib.reaction_diffusion.dynamics import (
   make_dynamics,
 )
 from tmlib.reaction_diffusion.integrators import imex_residual, integrate
+from tmlib.reaction_diffusion.options import check_tau
 
 __all__ = ['Trace', 'evolve']
 
@@ -71,11 +72,21 @@ def evolve(
     trace: Trace, or None.
 
   Raises:
-    ValueError: negative `steps`, unknown integrator.
+    ValueError: negative `steps`, unknown integrator, a Python number `tau`
+      beyond the bound.
   """
   if steps < 0:
     raise ValueError(f'steps={steps} must be >= 0; 0 is the static model')
   lookup = coefficients if callable(coefficients) else lambda _: coefficients
+  if not callable(coefficients) and isinstance(tau, int | float):
+    known = not isinstance(coefficients.lam, jax.core.Tracer)
+    check_tau(
+      tau,
+      float(coefficients.lam) if known else 0.0,
+      reaction=coefficients.reaction,
+      flux='symmetric' if coefficients.velocity is None else 'upwind',
+      integrator=integrator,
+    )
   axis_name = graph.axis_name
 
   def step(fields, _):

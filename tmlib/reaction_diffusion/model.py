@@ -402,6 +402,7 @@ class TMEvolve(nn.Module):
     lam = jnp.zeros((), wide)
     if self._active_reaction != 'none':
       top = largest_lam(self.tau, integrator=self.integrator, **options)
+      top = max(top, self.lam)
       lam = top * nn.sigmoid(self._table('lam', _logit(self.lam / top)))
     if not isinstance(self.tau, str):
       return jnp.asarray(self.tau, wide), lam

@@ -48,6 +48,7 @@ from tmlib.unlearning.metrics import (
   relative_error,
   truth_ratio,
 )
+from tmlib.unlearning.netaudit import audit_network
 from tmlib.unlearning.problem import (
   RidgeProblem,
   check_problem,

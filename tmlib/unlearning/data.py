@@ -41,6 +41,7 @@ def request_data(
   *,
   uses: tuple[bool, bool] = (True, True),
   per_run: dict[str, Any] | None = None,
+  ridge: float | None = None,
   seed: int = 0,
 ) -> Data:
   """Batches in which each run draws from its own retain and forget set.
@@ -51,6 +52,8 @@ def request_data(
     batch_size: B; at least n gives every run all of its examples, once.
     uses: whether to draw from R and from F (`method.needs`).
     per_run: {name: [R, n, ...]}, such as the corrected 'target'.
+    ridge: of the objective in sums; adds 'decay' [B], the share of each
+      example: ridge / number of examples that its run draws from.
     seed: of the order.
 
   Returns:
@@ -65,6 +68,9 @@ def request_data(
   stream = run_data(arrays, drawn.astype(np.float32), batch_size, seed=seed)
   extra = {'forget': (roles == FORGET).astype(np.float32)}
   extra |= {k: np.asarray(v) for k, v in (per_run or {}).items()}
+  if ridge is not None:
+    share = ridge / drawn.sum(1, keepdims=True)
+    extra['decay'] = np.broadcast_to(share, roles.shape).astype(np.float32)
 
   def load(step, rows):
     batch = stream.load(step, rows)

@@ -31,7 +31,13 @@ from tmlib.unlearning import spec as spec_lib
 from tmlib.unlearning.problem import RidgeProblem
 from tmlib.unlearning.spec import UnlearnSpec
 
-__all__ = ['LeverageReport', 'audit', 'recommend', 'standard_specs']
+__all__ = [
+  'LeverageReport',
+  'audit',
+  'recommend',
+  'span_deficiency',
+  'standard_specs',
+]
 
 
 class LeverageReport(NamedTuple):
@@ -134,8 +140,9 @@ def _null_share(p: RidgeProblem, lev, r) -> float:
   return _ratio(float(unseen), float(jnp.sum(r * (lev.forget_self @ r))))
 
 
-def _span_deficiency(p: RidgeProblem, D) -> float:
-  basis, s, _ = jnp.linalg.svd(p.X_F.T, full_matrices=False)
+def span_deficiency(X_F, D) -> float:
+  """||(I - Pi_F) D|| / ||D||, Pi_F the projector on the rows of X_F."""
+  basis, s, _ = jnp.linalg.svd(X_F.T, full_matrices=False)
   basis = basis * (s > 1e-6 * s[0])[None]
   outside = D - basis @ (basis.T @ D)
   return _ratio(float(jnp.linalg.norm(outside)), float(jnp.linalg.norm(D)))
@@ -195,7 +202,7 @@ def audit(
   sizes = len(p.X_R), len(p.X_F)
   K_F = p.X_F @ g_F
   null_share = _null_share(p, lev, r)
-  span = _span_deficiency(p, D)
+  span = span_deficiency(p.X_F, D)
   cos_F = _cos(gap_F, K_F)
   name, reason = recommend(
     float(eigs[0]), cos_F, null_share, span, predicted, idle
@@ -276,7 +283,7 @@ def recommend(
   """
   weight = np.square(np.nan_to_num(np.asarray(idle)))
   total = {
-    name: float(np.sqrt(np.sum(np.square(np.nan_to_num(gap)) * weight)))
+    name: float(np.sqrt(np.sum(np.where(np.isnan(gap), 0, gap) ** 2 * weight)))
     for name, gap in predicted.items()
   }
   size = float(np.sqrt(weight.sum()))

@@ -19,8 +19,8 @@ also carries decay/2 ||th - prior||^2 per example (ridge / n, the ridge inside
 the mean), except those that only look at the forget set.
 
 Axes: B examples, C outputs, P parameters. A batch holds 'x', 'y' ([B, C] or
-[B] int), 'forget' [B] (1 where the example is to be forgotten), and where the
-kind needs them 'teacher' [B, C] and 'target' [B, C] (outputs to be matched).
+[B] int), 'forget' [B] (0 for retained examples, else a factor > 0 of the forget
+term, usually 1), and where the kind needs them 'teacher' [B, C] and 'target' [B, C] (outputs to be matched).
 """
 
 from collections.abc import Callable
@@ -41,8 +41,9 @@ __all__ = [
   'KINDS',
   'NewtonState',
   'Weights',
-  'newton_cg',
   'needs',
+  'newton_cg',
+  'random_labels',
   'unlearner',
 ]
 
@@ -117,6 +118,16 @@ def _targets(batch: Batch, outputs: int) -> jax.Array:
   return y
 
 
+def random_labels(
+  key: jax.Array, ids: jax.Array, classes: int
+) -> jax.Array:
+  """A uniform label per example that depends on key and id only; [B] int32."""
+  draw = lambda i: jax.random.randint(
+    jax.random.fold_in(key, i), (), 0, classes
+  )
+  return jax.vmap(draw)(ids)
+
+
 def _terms(kind, loss, w, f, y, batch, label_key):
   """(loss on R [B], loss on F [B]) of a kind."""
   value = jax.vmap(loss.value)
@@ -138,8 +149,7 @@ def _terms(kind, loss, w, f, y, batch, label_key):
     b = w.temperature
     return w.retain * label, 2 / b * jax.nn.softplus(b * ratio)
   if kind == 'random_label':
-    keys = jax.vmap(lambda i: jax.random.fold_in(label_key, i))(batch['id'])
-    drawn = jax.vmap(lambda k: jax.random.randint(k, (), 0, f.shape[1]))(keys)
+    drawn = random_labels(label_key, batch['id'], f.shape[1])
     return label, value(f, jax.nn.one_hot(drawn, f.shape[1]))
   target = batch['target']
   if loss.name == 'softmax':
@@ -176,7 +186,8 @@ def unlearner(
     start: params of the model that shall forget.
     optimizer: an Optax transformation.
     weights: of the terms.
-    decay: ridge / n, n the number of examples that the kind draws from; not
+    decay: ridge / n, n the number of examples that the kind draws from; a
+      batch that holds 'decay' [B] overrides it (each run has its own n). Not
       used by gradient_ascent, which sees no retain objective.
     prior: pytree the decay pulls to; None for zeros.
     label_seed: of the labels of random_label, which depend on it and the
@@ -206,12 +217,13 @@ def unlearner(
     y = _targets(batch, f.shape[1])
     on_R, on_F = _terms(kind, loss, weights, f, y, batch, label_key)
     weight, forget = batch['weight'], batch['forget'] > 0
-    value = jnp.where(forget, on_F, on_R)
+    value = jnp.where(forget, batch['forget'] * on_F, on_R)
     # where, not multiply: a padded row may hold anything.
     total = jnp.sum(jnp.where(weight > 0, weight * value, 0))
     size = jnp.sum(weight)
-    if kind != 'gradient_ascent' and decay:
-      total += size * decay / 2 * _distance(params, prior)
+    if kind != 'gradient_ascent':
+      share = jnp.sum(weight * batch.get('decay', decay))
+      total += share / 2 * _distance(params, prior)
     label = jax.vmap(loss.value)(f, y)
     part = lambda chosen: (
       jnp.sum(jnp.where(chosen & (weight > 0), weight * label, 0)),
@@ -296,7 +308,8 @@ def newton_cg(
       costs about two gradients).
     tol: relative residual at which CG stops.
     lr: step size.
-    decay: ridge / n of the examples that enter the curvature.
+    decay: ridge / n of the examples that enter the curvature, or
+      `batch['decay']`.
     prior: pytree; None for zeros.
 
   Returns:
@@ -330,7 +343,7 @@ def newton_cg(
       pulls = jnp.where(forget == (target == 'forget'), weight, 0)
       outputs = lambda v: apply_fn(unravel(v), batch['x'])
       y = _targets(batch, jax.eval_shape(outputs, flat).shape[1])
-      ridge = decay * total(jnp.sum(bends))
+      ridge = total(jnp.sum(bends * batch.get('decay', decay)))
       centre = 0 if prior is None else ravel_pytree(prior)[0]
 
       def objective(v):

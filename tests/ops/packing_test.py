@@ -76,9 +76,9 @@ def test_seeds_mix_items_and_repeat():
 
 def test_ten_thousand_items_take_well_under_a_second():
   lengths = np.random.default_rng(0).integers(1, 1000, 10_000)
-  start = time.perf_counter()
+  start = time.process_time()
   plan = plan_packing(lengths, 1024, 16)
-  assert time.perf_counter() - start < 2  # about 0.03 s on an idle machine
+  assert time.process_time() - start < 2  # about 0.03 s on an idle machine
   assert plan.fill > 0.95
 
 

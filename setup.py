@@ -21,7 +21,6 @@ EXAMPLES = [
   'pillow>=11',
   'scikit-image>=0.25',
   'scikit-learn>=1.6',
-  'scipy>=1.14',
 ]
 # libtpu is built for Linux only; elsewhere its tests are skipped.
 AOT = ['libtpu; platform_system == "Linux"']
@@ -79,6 +78,7 @@ setup(
     'numpy>=2.0',
     'optax>=0.2.8',
     'orbax-checkpoint>=0.12.8',
+    'scipy>=1.14',
     'tensorboardX>=2.6.5',
   ],
   extras_require={

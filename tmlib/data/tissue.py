@@ -8,18 +8,23 @@ Axes: n bags, N patches, H rows and W columns of the grid (N = H W), P features,
 Q dimensions of a text space, M kinds of tissue.
 """
 
-from collections.abc import Sequence
+import csv
+from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 __all__ = [
+  'PAIRINGS',
   'Tissue',
   'capsule',
+  'concept_rows',
   'contacts',
   'grid_positions',
-  'layers_on_positions',
+  'islands',
   'noisy_one_hot',
+  'read_positions',
   'text_like',
   'touching_blobs',
   'touching_pairs',
@@ -50,7 +55,9 @@ def grid_positions(height: int, width: int) -> np.ndarray:
   return np.stack([rows.ravel(), columns.ravel()], 1).astype(np.int32)
 
 
-def contacts(kinds: np.ndarray, height: int, width: int, size: int):
+def contacts(
+  kinds: np.ndarray, height: int, width: int, size: int
+) -> np.ndarray:
   """Counts edges between kinds.
 
   Args:
@@ -136,9 +143,15 @@ def _heights(n, width, low, high, rng):
 
 
 def _stack(heights, widths, order, size):
-  """Kinds [H, W] of one bag: from `heights` upwards, layers in `order`."""
-  row = np.arange(size)[:, None]
-  edge = heights[None]
+  """Kinds [H, W] of one bag: `heights` rows of order[0], then layers.
+
+  Args:
+    heights: [W].
+    widths: of the layers order[1], order[2], ...; the last one has no end.
+    order: kinds from the top row down.
+    size: H.
+  """
+  row, edge = np.arange(size)[:, None], heights[None]
   grid = np.full((size, len(heights)), order[0], np.int32)
   for kind, width in zip(order[1:], widths, strict=True):
     grid[row >= edge] = kind
@@ -146,119 +159,138 @@ def _stack(heights, widths, order, size):
   return grid
 
 
-def _turn(grid, rng):
-  """One of the eight symmetries of the square."""
-  grid = np.rot90(grid, rng.integers(4))
-  return grid.T if rng.integers(2) else grid
+def _flip(grid, rng):
+  """One of the four symmetries of a rectangle."""
+  up, left = 1 - 2 * rng.integers(0, 2, 2)
+  return grid[::up, ::left]
 
 
 def capsule(
-  n: int, *, seed: int, size: int = 14, thickness: int = 1
+  n: int, *, seed: int, size: int = 12, thickness: int = 1, cord: int = 2
 ) -> Tissue:
-  r"""Immune-excluded or infiltrated: does a capsule still part them?
+  r"""Immune-excluded or infiltrated: does the capsule part the two tissues?
 
-  Tumour lies on one side of a wavy border and immune cells on the other. With
-  label 0 a capsule parts them, T^h C^w I^*. With label 1 it has been breached
-  from one side, and has as many patches as before: a layer as thick as the
-  capsule lies between it and the other compartment, T^h I^w C^w I^* or T^(h -
-  w) C^w T^w I^*. A column with border h has h patches of tumour and w of
-  capsule in all three, and the capsule sits, on average, in one place: only the
-  order of thin layers tells the label.
+  Cords of cells, `cord` patches thick, lie in a capsule of `thickness` patches.
+  Cells are tumour or immune in stripes as wide as a cord with its capsule.
+  Label 0, excluded: the stripes run along the cords, so a capsule lies on every
+  border between tumour and immune cells. Label 1, infiltrated: they run across,
+  so that both meet inside every cord and touch.
+
+  Cells alone look the same in both, up to a turn, and so does the capsule
+  alone; the counts of all kinds have one distribution. Only how the one lies to
+  the other tells the label.
 
   Args:
     n: bags; labels are balanced to within one.
     seed: of everything.
-    size: H = W.
-    thickness: w, patches.
+    size: H = W, a multiple of cord + thickness.
+    thickness: of the capsule, patches.
+    cord: thickness of a cord, patches.
 
   Returns:
     Tissue with kinds stroma (absent), tumour, immune, capsule.
 
   Raises:
-    ValueError: a grid too small for the layers.
+    ValueError: a size that the layers do not divide, or fewer than two cords.
   """
-  w = thickness
-  low, high = 2 * w + 1, size - 2 * w - 1
-  if w < 1 or high - low < 1:
+  period = cord + thickness
+  if thickness < 1 or cord < 1 or size % period or size < 2 * period:
     raise ValueError(
-      f'size={size} is too small for layers of thickness={w}; it must exceed '
-      f'{4 * w + 2}'
+      f'size={size} must be a multiple of cord + thickness = {cord} + '
+      f'{thickness}, at least twice that, and both at least 1'
     )
   rng = np.random.default_rng(seed)
   labels = _balanced(n, 2, rng)
-  side = rng.integers(0, 2, n)
-  heights = _heights(n, size, low, high, rng)
-  kinds = np.empty((n, size * size), np.int32)
-  t, i, c = TUMOUR, IMMUNE, CAPSULE
+  count, place = size // period, np.arange(size)
+  kinds = np.empty((n, size, size), np.int32)
   for b in range(n):
-    h = heights[b]
-    if not labels[b]:
-      grid = _stack(h, (w, 0), (t, c, i), size)
-    elif side[b]:
-      grid = _stack(h, (w, w, 0), (t, i, c, i), size)
-    else:
-      grid = _stack(h - w, (w, w, 0), (t, c, t, i), size)
-    kinds[b] = _turn(grid, rng).ravel()
+    # As many stripes of either kind as can be.
+    stripes = (np.arange(count) + rng.integers(2)) % 2
+    cells = np.where(rng.permutation(stripes), IMMUNE, TUMOUR)
+    along, across = place + rng.integers(0, period, 2)[:, None]
+    cells = cells[(across if labels[b] else along) // period % count]
+    cells = cells[None] if labels[b] else cells[:, None]
+    sheath = (along % period >= cord)[:, None]
+    grid = np.where(sheath, CAPSULE, np.broadcast_to(cells, (size, size)))
+    kinds[b] = grid.T if rng.integers(2) else grid
   names = ('stroma', 'tumour', 'immune', 'capsule')
-  return Tissue(kinds, labels, grid_positions(size, size), names)
+  return Tissue(kinds.reshape(n, -1), labels, grid_positions(size, size), names)
 
 
+# The three ways to pair the kinds 1, 2, 3, 4.
 PAIRINGS = (((1, 2), (3, 4)), ((1, 3), (2, 4)), ((1, 4), (2, 3)))
 
 
 def touching_pairs(
-  n: int, *, seed: int, size: int = 14, thickness: int = 2, gap: int = 2
+  n: int,
+  *,
+  seed: int,
+  height: int = 16,
+  width: int = 8,
+  thickness: int = 2,
+  gap: int = 2,
+  classes: int = 3,
 ) -> Tissue:
   """Four kinds in stroma, each touching one other: the label is which pairs.
 
-  Two bands, each of two layers, run through the tissue. Label 0: 1 | 2 and
-  3 | 4 touch; label 1: 1 | 3 and 2 | 4; label 2: 1 | 4 and 2 | 3. All kinds
+  Two bands, each of two layers, run through the tissue. Label 0: a | b and
+  c | d touch; label 1: a | c and b | d; label 2: a | d and b | c. All kinds
   have the same number of patches in every bag.
 
   Args:
     n: bags; labels are balanced to within one.
     seed: of everything.
-    size: H = W.
+    height: H, across the bands.
+    width: W, along them.
     thickness: of every layer, patches.
     gap: of stroma between the bands, patches.
+    classes: labels to draw from, 2 or 3.
 
   Returns:
     Tissue with kinds stroma, a, b, c, d.
 
   Raises:
-    ValueError: a grid too small for the layers.
+    ValueError: a grid too small for the layers, or other classes.
   """
+  if classes not in (2, 3):
+    raise ValueError(f'classes={classes} must be 2 or 3')
   total = 4 * thickness + gap
-  if thickness < 1 or gap < 1 or size < total + 3:
+  if thickness < 1 or gap < 1 or height < total + 2:
     raise ValueError(
-      f'size={size} is too small for four layers of thickness={thickness} and '
-      f'a gap={gap}; it must be at least {total + 3}'
+      f'height={height} is too small for four layers of thickness={thickness} '
+      f'and a gap={gap}; it must be at least {total + 2}'
     )
   rng = np.random.default_rng(seed)
-  labels = _balanced(n, 3, rng)
-  heights = _heights(n, size, 1, size - total - 1, rng)
-  kinds = np.empty((n, size * size), np.int32)
+  labels = _balanced(n, classes, rng)
+  heights = _heights(n, width, 1, height - total - 1, rng)
+  kinds = np.empty((n, height * width), np.int32)
   for b in range(n):
     bands = [rng.permutation(pair) for pair in PAIRINGS[labels[b]]]
     first, second = (bands[k] for k in rng.permutation(2))
     order = (0, *first, 0, *second, 0)
     w = thickness
-    grid = _stack(heights[b], (w, w, gap, w, w, 0), order, size)
-    kinds[b] = _turn(grid, rng).ravel()
+    grid = _stack(heights[b], (w, w, gap, w, w, 0), order, height)
+    kinds[b] = _flip(grid, rng).ravel()
   names = ('stroma', 'a', 'b', 'c', 'd')
-  return Tissue(kinds, labels, grid_positions(size, size), names)
+  return Tissue(kinds, labels, grid_positions(height, width), names)
 
 
 def noisy_one_hot(
-  kinds: np.ndarray, *, dim: int, noise: float, seed: int
+  kinds: np.ndarray,
+  *,
+  dim: int,
+  noise: float,
+  seed: int,
+  contrast: Mapping[int, float] | None = None,
 ) -> np.ndarray:
-  """Features e_kind + noise * N(0, I).
+  """Features c_kind e_kind + noise * N(0, I).
 
   Args:
     kinds: [..., N], int in [0, P).
     dim: P; dimensions beyond the kinds hold noise only.
     noise: standard deviation; the distance between kinds is sqrt(2).
     seed: of the noise.
+    contrast: {kind: c}; one where absent.
 
   Returns:
     [..., N, P], float32.
@@ -275,8 +307,140 @@ def noisy_one_hot(
     raise ValueError(f'noise={noise} must be at least 0')
   rng = np.random.default_rng(seed)
   x = noise * rng.standard_normal((*kinds.shape, dim), np.float32)
-  return x + np.eye(dim, dtype=np.float32)[kinds]
+  means = np.eye(dim, dtype=np.float32)
+  for kind, scale in (contrast or {}).items():
+    means[kind] *= scale
+  return x + means[kinds]
 
 
-def text_like(*a, **k): ...
-def layers_on_positions(*a, **k): ...
+def concept_rows(
+  size: int, *, dim: int, seed: int, cone: float = 1.0
+) -> np.ndarray:
+  """A concept matrix as a text encoder gives it: unit rows in a narrow cone.
+
+  Args:
+    size: M.
+    dim: Q.
+    seed: of the rows.
+    cone: length of the direction that all rows share, against one for their
+      own; larger rows are more alike, as texts of one topic are.
+
+  Returns:
+    [M, Q], float32, unit rows.
+  """
+  rng = np.random.default_rng(seed)
+  own = _unit(rng.standard_normal((size, dim)))
+  shared = _unit(rng.standard_normal(dim))
+  return _unit(own + cone * shared).astype(np.float32)
+
+
+def text_like(
+  kinds: np.ndarray, rows: np.ndarray, *, noise: float, seed: int
+) -> np.ndarray:
+  """Patch embeddings in a text space, near the row of their kind.
+
+  c = unit(T_kind + noise * g / sqrt(Q)), g ~ N(0, I): noise is the length of
+  the disturbance against one for the row.
+
+  Args:
+    kinds: [..., N], int in [0, M).
+    rows: [M, Q], unit rows T.
+    noise: at least 0.
+    seed: of the noise.
+
+  Returns:
+    [..., N, Q], float32, unit rows.
+
+  Raises:
+    ValueError: a kind without a row, or negative noise.
+  """
+  kinds, size = np.asarray(kinds), len(rows)
+  if kinds.max(initial=0) >= size:
+    raise ValueError(
+      f'kinds go up to {kinds.max()} but rows has {size}; give a row per kind'
+    )
+  if noise < 0:
+    raise ValueError(f'noise={noise} must be at least 0')
+  rng = np.random.default_rng(seed)
+  shape = (*kinds.shape, rows.shape[1])
+  g = rng.standard_normal(shape, np.float32) / np.sqrt(shape[-1])
+  return _unit(rows[kinds] + noise * g).astype(np.float32)
+
+
+def islands(
+  positions: np.ndarray,
+  *,
+  seed: int,
+  count: int = 12,
+  radius: float = 8.0,
+  rim: float = 4.0,
+) -> np.ndarray:
+  """Plants tumour islands with immune rims on any positions.
+
+  Args:
+    positions: [N, 2], grid positions of a slide.
+    seed: of the centres.
+    count: of islands.
+    radius: of an island, patches.
+    rim: width of the rim; every second island has none.
+
+  Returns:
+    [N], int32: stroma, tumour or immune.
+
+  Raises:
+    ValueError: fewer positions than islands.
+  """
+  positions = np.asarray(positions, np.float64)
+  if len(positions) < count:
+    raise ValueError(
+      f'{len(positions)} positions cannot hold count={count} islands'
+    )
+  rng = np.random.default_rng(seed)
+  kinds = np.zeros(len(positions), np.int32)
+  centres = rng.choice(len(positions), count, replace=False)
+  for number, centre in enumerate(centres):
+    gap = np.linalg.norm(positions - positions[centre], axis=1)
+    if number % 2:
+      ring = (gap > radius) & (gap <= radius + rim)
+      kinds[ring & (kinds == STROMA)] = IMMUNE
+    kinds[gap <= radius] = TUMOUR
+  return kinds
+
+
+def read_positions(path: str | Path) -> np.ndarray:
+  """Patch positions from a CSV with columns X and Y.
+
+  Args:
+    path: of the file, such as a node list of a published slide graph.
+
+  Returns:
+    [N, 2], int32, row (Y) and column (X).
+
+  Raises:
+    FileNotFoundError: no such file.
+    ValueError: no such columns, no row, or positions that are not integers.
+  """
+  path = Path(path)
+  if not path.is_file():
+    raise FileNotFoundError(
+      f'no file of patch positions at {path}; it is a CSV with the columns X '
+      'and Y, one patch per row'
+    )
+  with path.open(newline='') as file:
+    rows = list(csv.DictReader(file))
+  if not rows or not {'X', 'Y'} <= set(rows[0]):
+    found = sorted(str(name) for name in (rows[0] if rows else ()))
+    raise ValueError(
+      f'{path} must have rows and the columns X and Y; it has {len(rows)} rows '
+      f'and the columns {found}'
+    )
+  try:
+    return np.array([[int(row['Y']), int(row['X'])] for row in rows], np.int32)
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f'{path}: X and Y must be integers (patch numbers, not pixels): {error}'
+    ) from error
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+  return x / np.linalg.norm(x, axis=-1, keepdims=True)

@@ -71,7 +71,6 @@ setup(
     'absl-py>=2.3',
     'chex>=0.1.92',
     'flax>=0.12.8',
-    'grain>=0.2.18',
     'jax>=0.10.2',
     'matplotlib>=3.10',
     'ml_collections>=1.1',

@@ -96,7 +96,7 @@ def test_another_model_is_named_leaf_by_leaf(store):
 
 def test_paths_must_differ(store):
   with pytest.raises(ValueError, match='same path'):
-    save(store, {'a': {'1': jnp.ones(1), 1: jnp.ones(1)}} , 1)
+    save(store, {'a': {'b': jnp.ones(1)}, 'a/b': jnp.ones(1)}, 1)
 
 
 def test_load_params_reads_the_average_quietly(tmp_path, caplog):
@@ -225,7 +225,7 @@ def test_the_logged_rate_is_the_schedule_after_a_resume(tmp_path):
       workdir=tmp_path, options=train.Options(log_every=1), writers=rows[-1:],
     )  # fmt: skip
   found = np.concatenate([r.column('learning_rate') for r in rows])
-  np.testing.assert_allclose(found, [schedule(i) for i in range(20)], rtol=1e-6)
+  np.testing.assert_allclose(found, [schedule(i) for i in range(20)], rtol=1e-5)
   # One step of warm-up in twenty, then a cosine that ends at zero.
   peak = 1e-3
   np.testing.assert_allclose(found[0], peak / 2, rtol=1e-5)

@@ -123,9 +123,11 @@ def test_arguments_that_do_not_fit():
   with pytest.raises(ValueError, match='give build and steps, or stages'):
     train.fit(toy.build())
   with pytest.raises(ValueError, match="'held_out' is endless"):
-    train.fit(toy.build(), toy.data(), steps=2, evaluations={'held_out': toy.data()})
+    train.fit(
+      toy.build(), toy.data(), steps=2, evaluations={'held_out': toy.data()}
+    )
+  data = train.run_data(toy.arrays(), np.ones((2, toy.N)), 8)
   with pytest.raises(ValueError, match='the data are per run, but runs = 0'):
-    data = train.run_data(toy.arrays(), np.ones((2, toy.N)), 8)
     train.fit(toy.build(), data, steps=2)
   with pytest.raises(ValueError, match='batches for 2 runs, but runs = 3'):
     train.fit(toy.build(), data, steps=2, runs=3)
@@ -270,7 +272,9 @@ def test_float64_reaches_the_step_through_the_prefetch_thread():
     )  # fmt: skip
     result = train.fit(build, train.array_data(arrays, 4), steps=1)
     assert set(seen) == {jnp.dtype('float64')}
-    np.testing.assert_allclose(float(result.state.params['a']), -1e-12, rtol=1e-3)
+    np.testing.assert_allclose(
+      float(result.state.params['a']), -1e-12, rtol=1e-3
+    )
   assert not jax.config.jax_enable_x64
 
 

@@ -156,7 +156,7 @@ def test_signals_save_and_exit_cleanly_and_the_cache_hits(tmp_path):
   found, last = [], 0
   for number in (signal.SIGTERM, signal.SIGINT):
     process = start('interrupted', workdir, cache)
-    wait_for(lambda: any(s > last for s in steps(workdir)), process)
+    wait_for(lambda x=last: any(s > x for s in steps(workdir)), process)
     process.send_signal(number)
     out, err = finish(process)
     assert process.returncode == 0, err[-4000:]
@@ -178,7 +178,7 @@ def test_kill_at_any_time(tmp_path):
   for _ in range(8):
     process = start('saving', workdir)
     before = len(saved(workdir)) and saved(workdir)[-1]
-    wait_for(lambda: steps(workdir)[-1:] > [before], process)
+    wait_for(lambda x=before: steps(workdir)[-1:] > [x], process)
     time.sleep(chance.uniform(0, 0.5))
     process.kill()
     finish(process)

@@ -75,7 +75,7 @@ def test_runs_equal_separate_fits(runs, options, shared):
   assert len(found) == runs
   for run in (0, runs - 1):
     one = alone(run, data, {'test': held})
-    toy.assert_close(jax.tree.map(lambda x: x[run], result.state), one.state)
+    toy.assert_close(toy.pick(result.state, run), one.state)
     np.testing.assert_allclose(
       result.metrics['loss'][run], one.metrics['loss'], atol=1e-6
     )
@@ -95,9 +95,7 @@ def test_runs_of_a_method_without_data():
     def build(axis_name, run=run):
       method = toy.bandit(axis_name)
       return method._replace(
-        init=lambda key, batch: method.init(
-          jax.random.fold_in(key, run), batch
-        )
+        init=lambda key, batch: method.init(jax.random.fold_in(key, run), batch)
       )
 
     one = fit(None, 0, build=build)
@@ -139,7 +137,9 @@ def test_epochs_and_runs_differ_in_order_and_batches_are_pure():
   assert (first[0] != second[0]).any()
   np.testing.assert_array_equal(epoch(0), first)  # whatever was read before
   part = data.load(3, slice(2, 6))['index']
-  np.testing.assert_array_equal(part, data.load(3, slice(0, 8))['index'][:, 2:6])
+  np.testing.assert_array_equal(
+    part, data.load(3, slice(0, 8))['index'][:, 2:6]
+  )
 
 
 def test_whole_folds_as_one_batch():
@@ -164,7 +164,9 @@ def poisoned(runs_that_see_it, runs=5):
 def test_one_diverged_run_is_reported_and_stops_nobody(parallel):
   mesh = (2, 2, 1)
   build = toy.build(max_skips=3)
-  run = functools.partial(fit, runs=5, build=build, parallel=parallel, mesh=mesh)
+  run = functools.partial(
+    fit, runs=5, build=build, parallel=parallel, mesh=mesh
+  )
   rows = toy.Rows()
   result = run(poisoned([2]), rows=rows)
   assert result.diverged == [2]
@@ -172,8 +174,7 @@ def test_one_diverged_run_is_reported_and_stops_nobody(parallel):
   healthy = run(poisoned([]))
   for r in (0, 1, 3, 4):
     toy.assert_close(
-      jax.tree.map(lambda x: x[r], result.state.params),
-      jax.tree.map(lambda x: x[r], healthy.state.params),
+      toy.pick(result.state.params, r), toy.pick(healthy.state.params, r)
     )
 
 

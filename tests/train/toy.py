@@ -18,7 +18,7 @@ def arrays(n=N, seed=0):
   x = rng.normal(size=(n, D)).astype(np.float32)
   # int64 on purpose: what users bring.
   label = (x.sum(1) > 0).astype(np.int64)
-  y = (np.sin(x).sum(1) + 0.1 * rng.normal(size=n)).astype(np.float32)
+  y = (np.sin(x).sum(1) / 4 + 0.1 * rng.normal(size=n)).astype(np.float32)
   return {'x': x, 'y': y, 'label': label}
 
 
@@ -51,7 +51,11 @@ def loss_fn(params, batch, key, step):
   error = predict(params, batch['x'], 0.6 + 0.8 * noise) - batch['y']
   weight = batch['weight']
   total = lambda v: jnp.sum(jnp.where(weight > 0, v, 0) * weight)
-  return total(error**2), weight.sum(), {'abs': (total(abs(error)), weight.sum())}
+  return (
+    total(error**2),
+    weight.sum(),
+    {'abs': (total(abs(error)), weight.sum())},
+  )
 
 
 def evaluate(params, batch):
@@ -101,6 +105,11 @@ def flat(tree):
   }
 
 
+def pick(tree, run):
+  """One run of a tree with a leading run axis."""
+  return jax.tree.map(lambda x: x[run], tree)
+
+
 def assert_same(a, b):
   """Bitwise."""
   a, b = flat(a), flat(b)
@@ -113,7 +122,9 @@ def assert_close(a, b, atol=1e-6):
   a, b = flat(a), flat(b)
   assert a.keys() == b.keys()
   for name in a:
-    np.testing.assert_allclose(a[name], b[name], rtol=0, atol=atol, err_msg=name)
+    np.testing.assert_allclose(
+      a[name], b[name], rtol=0, atol=atol, err_msg=name
+    )
 
 
 def bandit(axis_name=None, runs=3, steps_seen=None):

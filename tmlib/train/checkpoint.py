@@ -230,17 +230,19 @@ class Checkpoints:
 
     Raises:
       RuntimeError: if an earlier save failed.
+      ValueError: if two leaves of the state have the same path.
     """
     self.check()
     if self._begun >= meta.step:
       return
+    flat = _flatten(state, _key_data)
     self._begun = meta.step
     args = self._ocp.args
     try:
       self._manager.save(
         meta.step,
         args=args.Composite(
-          state=args.StandardSave(_flatten(state, _key_data)),
+          state=args.StandardSave(flat),
           meta=args.JsonSave(meta._asdict()),
         ),
       )

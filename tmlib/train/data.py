@@ -90,17 +90,29 @@ def _check_batch_size(batch_size: int) -> None:
 
 
 def _index_stream(
-  n: int, seed: int, shuffle: bool
-) -> Callable[..., np.ndarray]:
-  """(start, stop) -> example indices, each epoch in its own order."""
-  import grain
+  members: np.ndarray, seed: tuple[int, ...], shuffle: bool = True
+) -> Callable[[int, int], np.ndarray]:
+  """(start, stop) -> those of the members' endless repetition.
 
-  stream = grain.MapDataset.range(n)
-  stream = stream.seed(seed).shuffle() if shuffle else stream
-  stream = stream.repeat()
-  return lambda start, stop: np.array(
-    [stream[i] for i in range(start, stop)], np.int64
-  )
+  Each epoch holds every member once, in its own order.
+  """
+  size = len(members)
+
+  @functools.lru_cache(maxsize=2)
+  def epoch(number: int) -> np.ndarray:
+    if not shuffle:
+      return members
+    return np.random.default_rng((*seed, number)).permutation(members)
+
+  def index(start: int, stop: int) -> np.ndarray:
+    position = np.arange(start, stop)
+    number = position // size
+    parts = [
+      epoch(int(e))[position[number == e] - e * size] for e in np.unique(number)
+    ]
+    return np.concatenate(parts)
+
+  return index
 
 
 def array_data(
@@ -120,7 +132,7 @@ def array_data(
   _check_batch_size(batch_size)
   arrays = jax.tree.map(np.asarray, _complete(arrays))
   n = _count(arrays)
-  index = _index_stream(n, seed, shuffle)
+  index = _index_stream(np.arange(n), (seed,), shuffle)
 
   def load(step: int, rows: slice) -> Batch:
     start = step * batch_size
@@ -215,27 +227,15 @@ def run_data(
     raise ValueError(f'runs {empty[:5]} have no example with positive weight')
   # No larger than it need be, but still a multiple of a few devices.
   batch_size = min(batch_size, -(-max(map(len, members)) // 8) * 8)
-  order: dict[tuple[int, int], np.ndarray] = {}
-
-  def epoch(run: int, number: int) -> np.ndarray:
-    if (run, number) not in order:
-      order.pop((run, number - 2), None)
-      rng = np.random.default_rng((seed, run, number))
-      order[run, number] = rng.permutation(members[run])
-    return order[run, number]
+  streams = [_index_stream(m, (seed, run)) for run, m in enumerate(members)]
 
   def row(run: int, step: int) -> tuple[np.ndarray, np.ndarray]:
     size = len(members[run])
     if batch_size >= size:  # the whole fold, padded
       index = np.resize(members[run], batch_size)
       return index, np.arange(batch_size) < size
-    position = step * batch_size + np.arange(batch_size)
-    number = position // size
-    parts = [
-      epoch(run, int(e))[position[number == e] - e * size]
-      for e in np.unique(number)
-    ]
-    return np.concatenate(parts), np.ones(batch_size, bool)
+    index = streams[run](step * batch_size, (step + 1) * batch_size)
+    return index, np.ones(batch_size, bool)
 
   def load(step: int, rows: slice) -> Batch:
     pairs = [row(run, step) for run in range(len(members))]
@@ -275,7 +275,8 @@ def source_data(
   """Batches from items that are read when needed, padded to few shapes.
 
   Args:
-    source: `source[i]` reads item i from wherever it lies.
+    source: `source[i]` reads item i from wherever it lies; a list, a Grain
+      MapDataset, or whatever else has a length and items.
     collate: (items, bucket) -> batch with leaves [len(items), ...], `weight`
       and `id` included; an item None is padding.
     batch_size: B.
@@ -314,7 +315,7 @@ def source_data(
         f'item {longest} has length {lengths[longest]}, over the last bucket'
         f' {buckets[-1]}; add a bucket or subsample the item'
       )
-  index = _index_stream(n, seed, shuffle and not one_pass)
+  index = _index_stream(np.arange(n), (seed,), shuffle and not one_pass)
   pool = ThreadPoolExecutor(workers, 'tmlib-read') if workers else None
 
   @functools.lru_cache(maxsize=16)  # asked for by bucket and by load

@@ -114,9 +114,9 @@ class Program:
     """(bucket, batch on the devices) of the call that starts at `step`."""
     if self.data is None:
       return 0, None
+    key = self._bucket(step)
     steps = range(step, step + self._folds)
-    batch = self._layout.place(self.data, steps, stacked=self._folds > 1)
-    return self._bucket(step), batch
+    return key, self._layout.place(self.data, steps, stacked=self._folds > 1)
 
   def step(self, state: Any, loaded: tuple[Any, Any]) -> tuple[Any, Any]:
     """One call: (state, metrics), still in flight; `state` is donated."""

@@ -30,6 +30,9 @@ from typing import Any
 
 import numpy as np
 
+# The checkout, wherever the script is called from.
+sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])
+
 MODELS = ('tmevolve', 'uniform', 'patchgcn')
 
 
@@ -109,6 +112,7 @@ def torch_pass(ij: np.ndarray, x: np.ndarray, args) -> Any:
     np.stack([0 * tail, tail, head]),
     torch.tensor(weight, dtype=torch.float32),
     (1, size, size),
+    check_invariants=True,
   ).coalesce()
   features = torch.from_numpy(x)[None]
   net = PatchGCN((x.shape[1],), n_gcn_layers=3, hidden_dim=args.hidden)
@@ -120,7 +124,7 @@ def torch_pass(ij: np.ndarray, x: np.ndarray, args) -> Any:
     loss = net.criterion(net(features, adjacency).reshape(1), target)
     loss.backward()
     optimizer.step()
-    return float(loss)
+    return loss.item()
 
   return run, {'compile_s': 0.0, 'temp_MiB': None}
 
@@ -205,5 +209,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
   main()

@@ -83,9 +83,7 @@ def _specs(plan: Schedule, problem, sizes, random, full):
       **(both | {'weight_R': scrub_R}),
     ),
     'npo': make('npo', weight_F=-1.0, **(both | {'weight_R': w.retain})),
-    'random_label': make(
-      'random_label', weight_F=1.0, target_F=random, **both
-    ),
+    'random_label': make('random_label', weight_F=1.0, target_F=random, **both),
     'corrected_relabel': make(
       'corrected_relabel',
       weight_F=1.0,
@@ -102,9 +100,7 @@ def _influence(problem, steps):
   from tmlib.ops import linear
 
   X_R, X_F = problem.X_R, problem.X_F
-  matvec = lambda v: (
-    X_R.T @ (X_R @ v) + X_F.T @ (X_F @ v) + problem.ridge * v
-  )
+  matvec = lambda v: X_R.T @ (X_R @ v) + X_F.T @ (X_F @ v) + problem.ridge * v
   g = X_F.T @ problem.Y_F
   return linear.cg(matvec, g[:, 0], max_steps=steps, tol=0.0).x[:, None]
 
@@ -141,9 +137,7 @@ def _one(plan, ridge, prior, rows, r, random, role, index):
     else:
       gaps[name] = gap(ul.simulate(problem, spec)[-1] - theta_R)
   Y_F = problem.Y_F
-  hat_r = Y_F - jnp.linalg.solve(
-    jnp.eye(len(Y_F)) + lev.forget_self, Y_F
-  )
+  hat_r = Y_F - jnp.linalg.solve(jnp.eye(len(Y_F)) + lev.forget_self, Y_F)
   g_F = problem.X_F.T @ Y_F
   predictors = {
     'H_FF r': norm(lev.forget_self @ Y_F),
@@ -198,9 +192,7 @@ def predict(
     )
     return jax.lax.map(one, (roles, index))
 
-  gaps, idle, moves, predictors = run(
-    rows, r, random_r, requests.roles, index
-  )
+  gaps, idle, moves, predictors = run(rows, r, random_r, requests.roles, index)
 
   @jax.jit
   def corrected(D):

@@ -5,19 +5,18 @@ outputs B'(f - f_R), B at the full model: half the square is the Kullback-
 Leibler divergence to second order.
 """
 
-import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from experiments import unlearning_extra as extra
+from experiments import unlearning_measure as measure_lib
 from experiments import unlearning_plots as plots
 from experiments import unlearning_sets as sets
 from experiments import unlearning_stats as stats
-from tmlib import unlearning as ul
 from tmlib.unlearning.data import FORGET
 
 __all__ = ['write']
@@ -26,109 +25,14 @@ BASE = ('r', 'gradient', 'n_F', 'K_FF r', 'influence')
 LEVERAGE = ('H_FF r', 'H_RF r')
 
 
-class Measured(NamedTuple):
-  """One study's realised numbers.
-
-  Attributes:
-    gaps: {method: [R, 2]} on F and R; 'nothing' among them.
-    unit: [R], gap between two retrains from scratch.
-    cosine: [R, 2] of the predicted and true gap of doing nothing.
-    error: [R, 2] relative error of the same.
-    quality: {method: [R, 3]}: KL on F, KS p-value, membership AUC.
-    truth: [R, n, C] retrained logits.
-  """
-
-  gaps: dict[str, np.ndarray]
-  unit: np.ndarray
-  cosine: np.ndarray
-  error: np.ndarray
-  quality: dict[str, np.ndarray]
-  truth: np.ndarray
-
-
-def read_logits(folder: Path) -> dict[str, np.ndarray]:
-  """{'train': [R, n, C], 'test': [R, m, C]} of a finished part."""
-  rows: dict[str, dict[int, list]] = {}
-  with (folder / 'predictions.csv').open() as file:
-    reader = csv.DictReader(file)
-    names = [k for k in reader.fieldnames or () if k.startswith('logits_')]
-    names.sort(key=lambda k: int(k.rpartition('_')[2]))
-    for row in reader:
-      runs = rows.setdefault(row['evaluation'], {})
-      runs.setdefault(int(row['run']), []).append([float(row[k]) for k in names])
-  return {
-    k: np.array([runs[r] for r in sorted(runs)]) for k, runs in rows.items()
-  }
-
-
-def _weighted(full: np.ndarray, gap: np.ndarray) -> np.ndarray:
-  """B' gap at the outputs of the full model; [R, n, C]."""
-  p = np.exp(full - full.max(-1, keepdims=True))
-  p = (p / p.sum(-1, keepdims=True))[None]
-  return np.sqrt(p) * (gap - np.sum(p * gap, -1, keepdims=True))
-
-
-def _split(size: np.ndarray, forget: np.ndarray) -> np.ndarray:
-  """[R, n] row norms -> [R, 2] norms on F and R."""
-  square = size**2
-  return np.sqrt(np.stack(
-    [np.sum(square * forget, 1), np.sum(square * ~forget, 1)], 1
-  ))  # fmt: skip
-
-
-def _losses(logits: np.ndarray, y: np.ndarray) -> np.ndarray:
-  """Cross-entropy [..., n]."""
-  peak = logits.max(-1, keepdims=True)
-  log_z = np.log(np.exp(logits - peak).sum(-1)) + peak[..., 0]
-  index = np.broadcast_to(y[:, None], logits.shape[:-1] + (1,))
-  return log_z - np.take_along_axis(logits, index, -1)[..., 0]
-
-
-def measure(study, folder: Path, methods) -> Measured:
-  """Reads every part of one study and compares it with the truth."""
-  table, forget = study.table, study.requests.roles == FORGET
-  full = np.asarray(study.network.apply(study.params, table.x))
-  truth = read_logits(folder / 'retrain')
-  scratch = read_logits(folder / 'scratch')['train']
-  R = len(forget)
-  norm = lambda gap: np.linalg.norm(_weighted(full, gap), axis=-1)
-  unit = np.linalg.norm(norm(scratch[:R] - scratch[R:]), axis=1)
-  outputs = {'nothing': None} | dict.fromkeys(methods)
-  gaps, quality = {}, {}
-  true_loss = _losses(truth['train'], table.y)
-  held = np.asarray(study.network.apply(study.params, table.test_x))
-  for name in outputs:
-    if name == 'nothing':
-      found = {'train': np.tile(full, (R, 1, 1)), 'test': np.tile(held, (R, 1, 1))}
-    else:
-      found = read_logits(folder / name)
-    gaps[name] = _split(norm(found['train'] - truth['train']), forget)
-    loss, other = _losses(found['train'], table.y), _losses(
-      found['test'], table.test_y)  # fmt: skip
-    rows = []
-    for r, f in enumerate(forget):
-      kl = ul.kl_to_retrained(found['train'][r, f], truth['train'][r, f]).mean()
-      p_value = ul.forget_quality_ks(loss[r, f], true_loss[r, f])[1]
-      rows.append([kl, p_value, ul.membership_auc(loss[r, f], other[r])])
-    quality[name] = np.array(rows)
-  true_gap = _weighted(full, full[None] - truth['train'])
-  predicted = study.prediction.idle
-  cosine, error = np.empty((R, 2)), np.empty((R, 2))
-  for r, f in enumerate(forget):
-    for j, rows in enumerate((f, ~f)):
-      error[r, j], cosine[r, j] = ul.relative_error(
-        predicted[r, rows], true_gap[r, rows]
-      )
-  return Measured(gaps, unit, cosine, error, quality, truth['train'])
-
-
 def _total(gaps: np.ndarray) -> np.ndarray:
   return np.linalg.norm(gaps, axis=-1)
 
 
 def _median(values: np.ndarray, draws: int) -> tuple[float, float, float]:
-  return stats.bootstrap(lambda i: float(np.median(values[i])), len(values),
-                         draws)
+  return stats.bootstrap(
+    lambda i: float(np.median(values[i])), len(values), draws
+  )
 
 
 def _cell(value: tuple[float, float, float]) -> str:
@@ -150,7 +54,9 @@ class _Network:
       [get(studies[k], measured[k]) for k in studies]
     )
     self.group = stack(
-      lambda s, m: np.full(len(m.unit), s.table.x.shape[0] * 100 + s.table.classes)
+      lambda s, m: np.full(
+        len(m.unit), s.table.x.shape[0] * 100 + s.table.classes
+      )
     )
     self.lmax = stack(lambda s, m: s.requests.lmax)
     self.kind = stack(lambda s, m: s.requests.kind)
@@ -170,7 +76,7 @@ class _Network:
     self.band = np.digitize(self.lmax, [b for _, b in sets.BANDS[:-1]])
 
   def band_name(self, b: int) -> str:
-    """lmax range of a band with its number of requests."""
+    """Lmax range of a band with its number of requests."""
     low, high = sets.BANDS[b]
     return f'lmax {low:g}-{high:g} (n={int((self.band == b).sum())})'
 
@@ -186,17 +92,27 @@ def _gap_tables(net: _Network, out: Path, draws: int) -> list[str]:
       relative = _median(total / idle, draws)
       bars[net.band_name(b)][name] = relative
       parts = [
-        _cell(_median(net.gaps[name][at, j] / net.gaps['nothing'][at, j], draws))
+        _cell(
+          _median(net.gaps[name][at, j] / net.gaps['nothing'][at, j], draws)
+        )
         for j in (0, 1)
       ]
       unit = _median(total / net.unit[at], draws)
-      rows.append([net.band_name(b), name, *parts, _cell(relative), _cell(unit)])
+      rows.append(
+        [net.band_name(b), name, *parts, _cell(relative), _cell(unit)]
+      )
   plots.gap_bars(
     out / f'{net.name}_gaps.png', bars, 'gap / doing nothing (median, 95 %)',
     f'{net.name}: gap to the retrained model at equal cost',
   )  # fmt: skip
-  header = ['band', 'method', 'F / nothing', 'R / nothing', 'both / nothing',
-            'both / retrain noise']
+  header = [
+    'band',
+    'method',
+    'F / nothing',
+    'R / nothing',
+    'both / nothing',
+    'both / retrain noise',
+  ]
   note = (
     'Medians over requests, 95 % bootstrap intervals. "Retrain noise" is the '
     'gap between two retrains from scratch with other seeds: a gap well below '
@@ -224,22 +140,35 @@ def _theory_table(net: _Network, out: Path, draws: int) -> list[str]:
   for name in ('newton_cg', 'graddiff'):
     if name in net.predicted:
       panels[f'{name}, both sets'] = (
-        _total(net.predicted[name]), _total(net.gaps[name]), net.kind
+        _total(net.predicted[name]),
+        _total(net.gaps[name]),
+        net.kind,
       )
   plots.scatter(
     out / f'{net.name}_theory.png', panels, ('predicted gap', 'realised gap'),
     f'{net.name}: gaps in curvature-weighted outputs, one dot per request',
   )  # fmt: skip
-  header = ['forget sets', 'n', 'cosine F', 'cosine R', 'rel. error F',
-            'rel. error R']
+  header = [
+    'forget sets',
+    'n',
+    'cosine F',
+    'cosine R',
+    'rel. error F',
+    'rel. error R',
+  ]
   bad = float(np.mean(net.error[:, 0] > 0.5))
   note = (
     f'Predicted against true gap of doing nothing. On {bad:.0%} of the '
     'requests the relative error on F exceeds one half: there the model is '
     'far from local and the prediction is a direction at best.'
   )
-  return ['### Does the theory predict the gap?', '',
-          *_markdown(header, rows), note, '']
+  return [
+    '### Does the theory predict the gap?',
+    '',
+    *_markdown(header, rows),
+    note,
+    '',
+  ]
 
 
 def _regression_table(net: _Network, draws: int) -> list[str]:
@@ -255,8 +184,9 @@ def _regression_table(net: _Network, draws: int) -> list[str]:
     ('predicted gap (total gradient included)', ('predicted gap',)),
   ):
     found = stats.incremental_r2(log(BASE), log(names), y, net.group, draws)
-    rows.append([label, *(_cell(found[k]) for k in
-                          ('base', 'extra', 'both', 'gain'))])
+    rows.append(
+      [label, *(_cell(found[k]) for k in ('base', 'extra', 'both', 'gain'))]
+    )
   header = ['predictors', 'R2 of the others', 'R2 alone', 'R2 together', 'gain']
   note = (
     'Log gap of doing nothing, least squares, one data set left out at a time '
@@ -294,8 +224,13 @@ def _ranking_table(net: _Network, draws: int) -> list[str]:
     'method; "constant" is the method that was best on the other data sets, '
     f'"oracle constant" knows the answer. {verdict} Best method: {counts}.'
   )
-  return ['### Does the audit pick the right method?', '',
-          *_markdown(['quantity', 'mean [95 %]'], rows), note, '']
+  return [
+    '### Does the audit pick the right method?',
+    '',
+    *_markdown(['quantity', 'mean [95 %]'], rows),
+    note,
+    '',
+  ]
 
 
 def _quality_table(net: _Network) -> list[str]:
@@ -303,8 +238,9 @@ def _quality_table(net: _Network) -> list[str]:
   for name, value in net.quality.items():
     kl, p_value, auc = np.median(value, 0)
     passed = float(np.mean(value[:, 1] > 0.05))
-    rows.append([name, f'{kl:.3g}', f'{p_value:.3g}', f'{passed:.0%}',
-                 f'{auc:.3f}'])
+    rows.append(
+      [name, f'{kl:.3g}', f'{p_value:.3g}', f'{passed:.0%}', f'{auc:.3f}']
+    )
   header = ['method', 'KL on F (nats)', 'KS p-value', 'p > 0.05', 'MIA AUC']
   note = (
     'Medians. The KS test compares forget losses with those of the retrained '
@@ -318,36 +254,56 @@ def _ascent_table(net: _Network, config, draws: int) -> list[str]:
   gaps, idle, share = [], [], []
   for key, s in net.studies.items():
     m, forget = net.measured[key], s.requests.roles == FORGET
-    losses = _losses(m.truth, s.table.y)
-    target = np.array([row[f].mean() for row, f in
-                       zip(losses, forget, strict=True)])
+    losses = measure_lib.losses_of(m.truth, s.table.y)
+    target = np.array(
+      [row[f].mean() for row, f in zip(losses, forget, strict=True)]
+    )
     logits, count = extra.ascent_to_loss(
       s, target, s.plan.ascent_lr, config.report.ascent_steps
     )
     full = np.asarray(s.network.apply(s.params, s.table.x))
-    size = np.linalg.norm(_weighted(full, logits - m.truth), axis=-1)
-    gaps.append(_split(size, forget))
+    size = np.linalg.norm(measure_lib.weighted(full, logits - m.truth), axis=-1)
+    gaps.append(measure_lib.split(size, forget))
     idle.append(m.gaps['nothing'])
     share.append(count < config.report.ascent_steps)
-  ratio, share = np.concatenate(gaps) / np.concatenate(idle), np.concatenate(share)
+  ratio, share = (
+    np.concatenate(gaps) / np.concatenate(idle),
+    np.concatenate(share),
+  )
   rows = []
   for b in np.unique(net.band):
     at = (net.band == b) & share
     if at.any():
-      worse = np.mean(_total(np.concatenate(gaps)[at]) >
-                      _total(np.concatenate(idle)[at]))
-      rows.append([net.band_name(b), int(at.sum()),
-                   *(_cell(_median(ratio[at, j], draws)) for j in (0, 1)),
-                   f'{worse:.0%}'])
-  header = ['band', 'reached', 'F / nothing', 'R / nothing',
-            'worse than nothing']
+      worse = np.mean(
+        _total(np.concatenate(gaps)[at]) > _total(np.concatenate(idle)[at])
+      )
+      rows.append(
+        [
+          net.band_name(b),
+          int(at.sum()),
+          *(_cell(_median(ratio[at, j], draws)) for j in (0, 1)),
+          f'{worse:.0%}',
+        ]
+      )
+  header = [
+    'band',
+    'reached',
+    'F / nothing',
+    'R / nothing',
+    'worse than nothing',
+  ]
   note = (
     'Gradient ascent stopped as soon as the forget loss equals that of the '
     'retrained model. A gap near or above one says that the right forget loss '
     'does not make the right model.'
   )
-  return ['### Gradient ascent at the right forget loss', '',
-          *_markdown(header, rows), note, '']
+  return [
+    '### Gradient ascent at the right forget loss',
+    '',
+    *_markdown(header, rows),
+    note,
+    '',
+  ]
 
 
 def _rho_picture(net: _Network, out: Path) -> list[str]:
@@ -393,7 +349,7 @@ def _sequential_lines(net: _Network, config) -> list[str]:
 
 
 def _retrainer(s, config) -> Callable[[np.ndarray], np.ndarray]:
-  """kept [n] -> logits of a minimiser on the kept examples."""
+  """Kept [n] -> logits of a minimiser on the kept examples."""
 
   def retrain(kept):
     data = {'x': s.table.x[kept], 'y': s.table.y[kept]}
@@ -450,15 +406,21 @@ def write(config, studies: dict[str, Any], workdir: Path) -> None:
   for name in config.networks:
     own = {k: s for k, s in studies.items() if k.split('/')[0] == name}
     measured = {
-      k: measure(s, workdir / k, config.methods) for k, s in own.items()
+      k: measure_lib.measure(s, workdir / k, config.methods)
+      for k, s in own.items()
     }
     net = _Network(name, own, measured, config.methods)
     sizes = ', '.join(
       f'{k} ({sets.count_parameters(s.params)} parameters)'
       for k, s in own.items()
     )
-    text += [f'## {name}', '', f'{len(net.lmax)} requests on {sizes}. '
-             f'Bands: {", ".join(map(net.band_name, np.unique(net.band)))}.', '']
+    text += [
+      f'## {name}',
+      '',
+      f'{len(net.lmax)} requests on {sizes}. '
+      f'Bands: {", ".join(map(net.band_name, np.unique(net.band)))}.',
+      '',
+    ]
     text += _gap_tables(net, out, draws)
     text += _theory_table(net, out, draws)
     text += _regression_table(net, draws)

@@ -35,9 +35,7 @@ def _apply(x: np.ndarray, coef: np.ndarray) -> np.ndarray:
   return np.concatenate([x, np.ones((len(x), 1))], 1) @ coef
 
 
-def held_out_r2(
-  x: np.ndarray, y: np.ndarray, group: np.ndarray
-) -> np.ndarray:
+def held_out_r2(x: np.ndarray, y: np.ndarray, group: np.ndarray) -> np.ndarray:
   """Squared errors [R] of least squares with the request's group left out."""
   error = np.empty(len(y))
   for g in np.unique(group):
@@ -48,7 +46,10 @@ def held_out_r2(
 
 
 def incremental_r2(
-  base: np.ndarray, extra: np.ndarray, y: np.ndarray, group: np.ndarray,
+  base: np.ndarray,
+  extra: np.ndarray,
+  y: np.ndarray,
+  group: np.ndarray,
   draws: int,
 ) -> dict[str, tuple[float, float, float]]:
   """Held-out R^2 of the base predictors, with the extra ones, and the gain.

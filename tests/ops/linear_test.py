@@ -17,7 +17,6 @@ def spd(dim=30, decades=3.0, seed=0):
 
 
 class CGTest(parameterized.TestCase):
-
   @parameterized.parameters(0, 1, 5, 12)
   def test_iterates_are_those_of_scipy(self, steps):
     A, b = spd()
@@ -31,8 +30,9 @@ class CGTest(parameterized.TestCase):
   def test_solves_to_tolerance_from_a_start(self):
     A, b = spd()
     with jax.enable_x64(True):
-      got = jax.jit(lambda b, x: linear.cg(
-        lambda v: A @ v, b, x, max_steps=500, tol=1e-10))(b, b)
+      got = jax.jit(
+        lambda b, x: linear.cg(lambda v: A @ v, b, x, max_steps=500, tol=1e-10)
+      )(b, b)
     np.testing.assert_allclose(got.x, np.linalg.solve(A, b), rtol=1e-6)
     self.assertLess(got.residual, 1e-10)
     self.assertLess(got.steps, 500)
@@ -43,8 +43,9 @@ class CGTest(parameterized.TestCase):
     split = lambda v: {'a': v[:2], 'b': v[2:].reshape(2, 2)}
     join = lambda t: jnp.concatenate([t['a'], t['b'].ravel()])
     with jax.enable_x64(True):
-      solve = lambda b: join(linear.cg(
-        lambda t: split(A @ join(t)), split(b), tol=1e-12).x)
+      solve = lambda b: join(
+        linear.cg(lambda t: split(A @ join(t)), split(b), tol=1e-12).x
+      )
       got = jax.vmap(solve)(jnp.asarray(B))
     np.testing.assert_allclose(got, np.linalg.solve(A, B.T).T, rtol=1e-8)
 
@@ -56,11 +57,11 @@ class CGTest(parameterized.TestCase):
     with jax.enable_x64(True):
       matvec = lambda v: A @ v
       solve = linear.nystrom_preconditioner(
-        matvec, jax.random.key(0), 80, 20, ridge)
+        matvec, jax.random.key(0), 80, 20, ridge
+      )
       damped = lambda v: matvec(v) + ridge * v
       plain = linear.cg(damped, b, tol=1e-8, max_steps=500)
-      fast = linear.cg(damped, b, tol=1e-8, max_steps=500,
-                       preconditioner=solve)
+      fast = linear.cg(damped, b, tol=1e-8, max_steps=500, preconditioner=solve)
     want = np.linalg.solve(A + ridge * np.eye(80), b)
     np.testing.assert_allclose(fast.x, want, rtol=1e-5, atol=1e-7)
     self.assertLess(2 * int(fast.steps), int(plain.steps))
@@ -81,11 +82,11 @@ class CGTest(parameterized.TestCase):
     for rank, ridge in ((0, 1.0), (9, 1.0), (2, 0.0)):
       with pytest.raises(ValueError, match='rank|ridge'):
         linear.nystrom_preconditioner(
-          lambda v: v, jax.random.key(0), 4, rank, ridge)
+          lambda v: v, jax.random.key(0), 4, rank, ridge
+        )
 
 
 class ProductTest(absltest.TestCase):
-
   def test_products_equal_dense_jacobians(self):
     rng = np.random.default_rng(0)
     W, v = rng.normal(size=(3, 4)), rng.normal(size=(3, 4))

@@ -16,16 +16,17 @@ def spd(dim=40, seed=0):
 
 
 class LanczosTest(absltest.TestCase):
-
   def test_all_steps_give_all_eigenpairs(self):
     A = spd(12)
     with jax.enable_x64(True):
       got = spectrum.lanczos(lambda v: A @ v, jnp.ones(12), 12)
     np.testing.assert_allclose(
-      got.values, np.linalg.eigvalsh(A)[::-1], rtol=1e-8)
+      got.values, np.linalg.eigvalsh(A)[::-1], rtol=1e-8
+    )
     vectors = np.asarray(got.vectors)
     np.testing.assert_allclose(
-      A @ vectors, vectors * np.asarray(got.values), atol=1e-8)
+      A @ vectors, vectors * np.asarray(got.values), atol=1e-8
+    )
 
   def test_largest_value_and_its_bound(self):
     A = spd()
@@ -50,12 +51,10 @@ class LanczosTest(absltest.TestCase):
     A = jnp.diag(jnp.array([3.0, 1.0, 1.0, 1.0]))
     got = spectrum.lanczos(lambda v: A @ v, jnp.array([1.0, 1, 0, 0]), 4)
     np.testing.assert_allclose(sorted(got.values)[-2:], [1, 3], rtol=1e-6)
-    np.testing.assert_allclose(
-      jnp.sum(got.weights * got.values), 2, rtol=1e-6)
+    np.testing.assert_allclose(jnp.sum(got.weights * got.values), 2, rtol=1e-6)
 
 
 class TraceTest(absltest.TestCase):
-
   def test_estimators(self):
     A = spd()
     matvec = lambda v: A @ v

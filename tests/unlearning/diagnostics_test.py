@@ -20,7 +20,6 @@ def make(n=40, f=5, d=8, ridge=0.7, c=2, seed=0):
 
 
 class AuditTest(absltest.TestCase):
-
   def test_numbers(self):
     p = make()
     A_R = p.X_R.T @ p.X_R + p.ridge * np.eye(8)
@@ -53,7 +52,8 @@ class AuditTest(absltest.TestCase):
       ('null_share', 0.0),
     ):
       np.testing.assert_allclose(
-        getattr(got, name), value, rtol=1e-7, atol=1e-7, err_msg=name)
+        getattr(got, name), value, rtol=1e-7, atol=1e-7, err_msg=name
+      )
     np.testing.assert_allclose(got.idle, (norm(H @ r), norm(HR @ r)))
     np.testing.assert_allclose(got.forget_gaps, norm(H @ r, axis=1))
     harm = norm(HR @ r, axis=1)
@@ -86,8 +86,9 @@ class AuditTest(absltest.TestCase):
       with pytest.warns(UserWarning, match='not stationary'):
         got = ul.audit(q.replace(start=np.ones((8, 2))))
       self.assertEqual(got.flags, ('not_stationary',))
-      copy = q.replace(X_R=np.concatenate([q.X_R, q.X_F]),
-                       Y_R=np.concatenate([q.Y_R, q.Y_F]))
+      copy = q.replace(
+        X_R=np.concatenate([q.X_R, q.X_F]), Y_R=np.concatenate([q.Y_R, q.Y_F])
+      )
       with pytest.warns(UserWarning, match='5 of 5 forget points'):
         self.assertEqual(ul.audit(copy).flags, ('duplicates',))
 
@@ -104,15 +105,18 @@ class AuditTest(absltest.TestCase):
     ):
       self.assertIn(words, say(*args)[1])
     self.assertEqual(
-      diagnostics.recommend(1, 1, 0, 0, gaps, (0.0, 0.0))[0], 'none')
+      diagnostics.recommend(1, 1, 0, 0, gaps, (0.0, 0.0))[0], 'none'
+    )
 
   def test_sequential_requests_compose(self):
     # Forget A, then B, each exactly: the model of a retrain without both.
     p = make(40, 8, 8)
     first = p.replace(
-      X_F=p.X_F[:4], Y_F=p.Y_F[:4],
+      X_F=p.X_F[:4],
+      Y_F=p.Y_F[:4],
       X_R=np.concatenate([p.X_R, p.X_F[4:]]),
-      Y_R=np.concatenate([p.Y_R, p.Y_F[4:]]))
+      Y_R=np.concatenate([p.Y_R, p.Y_F[4:]]),
+    )
     with jax.enable_x64(True):
       one = ul.simulate(first, ul.woodbury_influence())[-1]
       second = p.replace(X_F=p.X_F[4:], Y_F=p.Y_F[4:], start=one)
@@ -130,12 +134,13 @@ def net(params, x):
 
 
 class NetworkAuditTest(absltest.TestCase):
-
   def test_matrix_free_equals_dense(self):
     rng = np.random.default_rng(0)
     with jax.enable_x64(True):
-      params = {'w': jnp.asarray(rng.normal(size=(5, 4))) / 2,
-                'v': jnp.asarray(rng.normal(size=(4, 3))) / 2}
+      params = {
+        'w': jnp.asarray(rng.normal(size=(5, 4))) / 2,
+        'v': jnp.asarray(rng.normal(size=(4, 3))) / 2,
+      }
       x, y = rng.normal(size=(46, 5)), rng.integers(0, 3, 46)
       retain, forget = {'x': x[6:], 'y': y[6:]}, {'x': x[:6], 'y': y[:6]}
       problem = ul.linearize(net, 'softmax', params, retain, forget, 0.3)
@@ -144,13 +149,29 @@ class NetworkAuditTest(absltest.TestCase):
         dense = ul.audit(problem, local=True)
         # As many Lanczos steps as rows: quadrature is exact up to probes.
         free = ul.audit_network(
-          net, 'softmax', params, retain, forget, 0.3, lanczos_steps=18,
+          net,
+          'softmax',
+          params,
+          retain,
+          forget,
+          0.3,
+          lanczos_steps=18,
           probes=40,
-          solver=ul.Solver(max_steps=300, tol=1e-12, batch_size=16, rank=5))
+          solver=ul.Solver(max_steps=300, tol=1e-12, batch_size=16, rank=5),
+        )
       close = lambda a, b, tol, name='': np.testing.assert_allclose(
-        a, b, rtol=tol, atol=tol, err_msg=name)
-      for name in ('lmax', 'cos_forget', 'cos_retain', 'span_deficiency',
-                   'stationarity', 'idle', 'rho_c', 'influence_error'):
+        a, b, rtol=tol, atol=tol, err_msg=name
+      )
+      for name in (
+        'lmax',
+        'cos_forget',
+        'cos_retain',
+        'span_deficiency',
+        'stationarity',
+        'idle',
+        'rho_c',
+        'influence_error',
+      ):
         close(getattr(free, name), getattr(dense, name), 1e-5, name)
       close(free.forget_gaps, dense.forget_gaps, 1e-5)
       for name in ('trace', 'dof', 'logdet'):

@@ -22,8 +22,9 @@ def make(n, f, d, ridge, c=2, seed=0):
   rng = np.random.default_rng(seed)
   X = rng.normal(size=(n, d))
   Y = X @ rng.normal(size=(d, c)) + rng.normal(size=(n, c))
-  return ul.RidgeProblem(X[f:], Y[f:], X[:f], Y[:f], ridge,
-                         prior=rng.normal(size=(d, c)))
+  return ul.RidgeProblem(
+    X[f:], Y[f:], X[:f], Y[:f], ridge, prior=rng.normal(size=(d, c))
+  )
 
 
 class Truth:
@@ -69,7 +70,6 @@ def specs(p, t):
 
 
 class DynamicsTest(parameterized.TestCase):
-
   @parameterized.parameters(*REGIMES)
   def test_closed_form_equals_simulation(self, regime):
     p = make(**REGIMES[regime])
@@ -102,24 +102,54 @@ class DynamicsTest(parameterized.TestCase):
 
     noise = np.random.default_rng(2).normal(size=p.Y_F.shape)
     cases = [
-      (ul.gradient_ascent(t.lr, 7),
-       run(lambda th: th - t.lr * p.X_F.T @ res(th)[0], 7)),
-      (ul.graddiff(0.1, reduction='sum', lr=t.lr, steps=9),
-       run(lambda th: th - t.lr * (
-         pull(th) + 0.1 * p.X_F.T @ res(th)[0]), 9)),
-      (ul.graddiff(0.02, reduction='mean', lr=t.lr, steps=9),
-       run(lambda th: th - t.lr * 35 * (
-         pull(th) / 35 + 0.02 * p.X_F.T @ res(th)[0] / 5), 9)),
-      (ul.neggrad_plus(0.8, reduction='sum', lr=t.lr, steps=9),
-       run(lambda th: th - t.lr * (
-         0.8 * pull(th) + 0.2 * p.X_F.T @ res(th)[0]), 9)),
-      (ul.relabel(noise, 0.5, lr=t.lr, steps=9),
-       run(lambda th: th - t.lr * (
-         pull(th) - 0.5 * p.X_F.T @ (noise - p.X_F @ th)), 9)),
-      (ul.scrub(0.2, 1.5, 0.5, t.lr, 9),
-       run(lambda th: th - t.lr * (
-         0.5 * pull(th) + 1.5 * p.X_R.T @ p.X_R @ (th - t.full)
-         - 0.2 * p.X_F.T @ p.X_F @ (th - t.full)), 9)),
+      (
+        ul.gradient_ascent(t.lr, 7),
+        run(lambda th: th - t.lr * p.X_F.T @ res(th)[0], 7),
+      ),
+      (
+        ul.graddiff(0.1, reduction='sum', lr=t.lr, steps=9),
+        run(lambda th: th - t.lr * (pull(th) + 0.1 * p.X_F.T @ res(th)[0]), 9),
+      ),
+      (
+        ul.graddiff(0.02, reduction='mean', lr=t.lr, steps=9),
+        run(
+          lambda th: (
+            th - t.lr * 35 * (pull(th) / 35 + 0.02 * p.X_F.T @ res(th)[0] / 5)
+          ),
+          9,
+        ),
+      ),
+      (
+        ul.neggrad_plus(0.8, reduction='sum', lr=t.lr, steps=9),
+        run(
+          lambda th: th - t.lr * (0.8 * pull(th) + 0.2 * p.X_F.T @ res(th)[0]),
+          9,
+        ),
+      ),
+      (
+        ul.relabel(noise, 0.5, lr=t.lr, steps=9),
+        run(
+          lambda th: (
+            th - t.lr * (pull(th) - 0.5 * p.X_F.T @ (noise - p.X_F @ th))
+          ),
+          9,
+        ),
+      ),
+      (
+        ul.scrub(0.2, 1.5, 0.5, t.lr, 9),
+        run(
+          lambda th: (
+            th
+            - t.lr
+            * (
+              0.5 * pull(th)
+              + 1.5 * p.X_R.T @ p.X_R @ (th - t.full)
+              - 0.2 * p.X_F.T @ p.X_F @ (th - t.full)
+            )
+          ),
+          9,
+        ),
+      ),
       (ul.influence(), t.full - np.linalg.solve(t.A, p.X_F.T @ t.r)),
     ]
     with jax.enable_x64(True):
@@ -132,8 +162,12 @@ class DynamicsTest(parameterized.TestCase):
     p = make(**REGIMES[regime])
     t = Truth(p)
     with jax.enable_x64(True):
-      for spec in (ul.woodbury_influence(), ul.retain_newton(),
-                   ul.corrected_relabel(), ul.retain_finetune()):
+      for spec in (
+        ul.woodbury_influence(),
+        ul.retain_newton(),
+        ul.corrected_relabel(),
+        ul.retain_finetune(),
+      ):
         gap = ul.closed_form_gap(p, spec)
         self.assertLess(np.linalg.norm(gap.forget), 1e-9 * t.idle, spec.name)
         self.assertLess(np.linalg.norm(gap.retain), 1e-9 * t.idle, spec.name)
@@ -143,27 +177,33 @@ class DynamicsTest(parameterized.TestCase):
         gap = ul.closed_form_gap(q, spec)
         self.assertLess(np.linalg.norm(gap.forget), 1e-8 * t.idle, spec.name)
       np.testing.assert_allclose(
-        ul.corrected_targets(q), p.X_F @ t.retain, rtol=1e-9)
+        ul.corrected_targets(q), p.X_F @ t.retain, rtol=1e-9
+      )
 
   def test_table_of_closed_forms(self):
     p = make(**REGIMES['tall'])
     t = Truth(p)
-    I = np.eye(len(t.H))
+    eye = np.eye(len(t.H))
     K = p.X_F @ p.X_F.T
-    h = np.linalg.solve(I + t.H, t.H)
+    h = np.linalg.solve(eye + t.H, t.H)
     rho = 0.4 / t.lmax
     Z = np.random.default_rng(3).normal(size=p.Y_F.shape)
-    power = np.linalg.matrix_power(I + t.lr * K, 6)
-    over = np.linalg.solve(I - rho * t.H, t.e)
+    power = np.linalg.matrix_power(eye + t.lr * K, 6)
+    over = np.linalg.solve(eye - rho * t.H, t.e)
     cases = [
       (ul.gradient_ascent(0.0, 1), t.H @ t.r, t.HR @ t.r),
-      (ul.gradient_ascent(t.lr, 6), (I + t.H - power) @ t.r, None),
+      (ul.gradient_ascent(t.lr, 6), (eye + t.H - power) @ t.r, None),
       (ul.influence(), t.H @ h @ t.r, t.HR @ h @ t.r),
-      (ul.graddiff(rho, reduction='sum'),
-       -rho * t.H @ over, -rho * t.HR @ over),
-      (ul.relabel(Z, 0.7),
-       0.7 * t.H @ np.linalg.solve(I + 0.7 * t.H, Z - p.X_F @ t.retain),
-       None),
+      (
+        ul.graddiff(rho, reduction='sum'),
+        -rho * t.H @ over,
+        -rho * t.HR @ over,
+      ),
+      (
+        ul.relabel(Z, 0.7),
+        0.7 * t.H @ np.linalg.solve(eye + 0.7 * t.H, Z - p.X_F @ t.retain),
+        None,
+      ),
     ]
     with jax.enable_x64(True):
       for spec, forget, retain in cases:
@@ -201,20 +241,22 @@ class DynamicsTest(parameterized.TestCase):
         ul.closed_form_gap(p, above)
       # And by running it: the distance to the limit shrinks, or grows.
       lr = 1 / np.linalg.eigvalsh(t.A)[-1]
-      slow = lambda f: np.linalg.eigvalsh(
-        t.A_R - f * rho * p.X_F.T @ p.X_F)[0]
+      slow = lambda f: np.linalg.eigvalsh(t.A_R - f * rho * p.X_F.T @ p.X_F)[0]
       self.assertLess(slow(1.01), 0)
       time = int(10 / (lr * -slow(1.01)))
       far = lambda s, k: np.linalg.norm(
-        ul.closed_form_gap(p, s._replace(lr=lr, steps=k)).theta)
+        ul.closed_form_gap(p, s._replace(lr=lr, steps=k)).theta
+      )
       with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         grown = far(above, 2 * time) / far(above, time)
       self.assertGreater(grown, 1e4)  # exp(10), once it dominates
       np.testing.assert_allclose(
-        far(below, int(30 / (lr * slow(0.99)))), np.linalg.norm(limit.theta), rtol=1e-6)
-      alpha = float(ul.critical_weight(
-        t.lmax, 'mean', len(p.X_R), len(p.X_F)))
+        far(below, int(30 / (lr * slow(0.99)))),
+        np.linalg.norm(limit.theta),
+        rtol=1e-6,
+      )
+      alpha = float(ul.critical_weight(t.lmax, 'mean', len(p.X_R), len(p.X_F)))
       with pytest.raises(ValueError, match='no limit exists'):
         ul.closed_form_gap(p, ul.graddiff(1.01 * alpha, reduction='mean'))
       ul.closed_form_gap(p, ul.graddiff(0.99 * alpha, reduction='mean'))
@@ -262,8 +304,11 @@ class DynamicsTest(parameterized.TestCase):
     with jax.enable_x64(True):
       spec = ul.gradient_ascent(1.0, 1)
       g = p.X_F.T @ t.r
-      for match, X in (('forget', p.X_F), ('retain', p.X_R),
-                       ('both', np.concatenate([p.X_F, p.X_R]))):
+      for match, X in (
+        ('forget', p.X_F),
+        ('retain', p.X_R),
+        ('both', np.concatenate([p.X_F, p.X_R])),
+      ):
         gap, move = X @ (t.full - t.retain), X @ g
         want = np.sum(gap * move) / np.sum(move**2)
         got = ul.optimal_scalar_step(p, spec, match)
@@ -277,10 +322,10 @@ class DynamicsTest(parameterized.TestCase):
       self.assertEqual(loss, int(np.ceil(k)))
       path = np.asarray(ul.simulate(q, ul.gradient_ascent(0.01, 500)))
       D = path - s.retain
-      size = np.sum((q.X_F @ D) ** 2, (1, 2)) + np.sum(
-        (q.X_R @ D) ** 2, (1, 2))
+      size = np.sum((q.X_F @ D) ** 2, (1, 2)) + np.sum((q.X_R @ D) ** 2, (1, 2))
       self.assertEqual(
-        ul.stopping_time(q, ul.gradient_ascent(0.01, 500)), size.argmin())
+        ul.stopping_time(q, ul.gradient_ascent(0.01, 500)), size.argmin()
+      )
 
   def test_influence_can_raise_the_retain_gap(self):
     # With a ridge the bound lmax / (1 + lmax) holds on F but not on R.
@@ -304,7 +349,6 @@ class DynamicsTest(parameterized.TestCase):
 
 
 class BadInputTest(absltest.TestCase):
-
   def test_errors(self):
     p = jax.tree.map(np.float32, make(**REGIMES['tall']))
     for match, call in (
@@ -314,17 +358,24 @@ class BadInputTest(absltest.TestCase):
       ('weight', lambda: ul.relabel(p.Y_F, 0.0)),
       ('solver', lambda: ul.retain_finetune(solver='newton')),
       ('beta', lambda: ul.npo_weights(0.0, 0.1)),
-      ('projection', lambda: ul.projected(
-        ul.retain_finetune(solver='cg', steps=1))),
+      (
+        'projection',
+        lambda: ul.projected(ul.retain_finetune(solver='cg', steps=1)),
+      ),
       ('simulate needs', lambda: ul.simulate(p, ul.retain_finetune())),
       ('target_F', lambda: ul.closed_form_gap(p, ul.relabel(p.Y_F[:2]))),
-      ('geometry', lambda: ul.closed_form_gap(
-        p, ul.gradient_ascent(0.1, 1, geometry=np.ones((2, 2))))),
+      (
+        'geometry',
+        lambda: ul.closed_form_gap(
+          p, ul.gradient_ascent(0.1, 1, geometry=np.ones((2, 2)))
+        ),
+      ),
       ('diverges', lambda: ul.closed_form_gap(p, ul.retain_finetune(10.0))),
-      ('match', lambda: ul.stopping_time(
-        p, ul.gradient_ascent(0.1, 2), 'x')),
-      ('match', lambda: ul.optimal_scalar_step(
-        p, ul.gradient_ascent(0.1, 2), 'x')),
+      ('match', lambda: ul.stopping_time(p, ul.gradient_ascent(0.1, 2), 'x')),
+      (
+        'match',
+        lambda: ul.optimal_scalar_step(p, ul.gradient_ascent(0.1, 2), 'x'),
+      ),
     ):
       with pytest.raises(ValueError, match=match):
         call()
@@ -335,7 +386,8 @@ class BadInputTest(absltest.TestCase):
     p = jax.tree.map(np.float32, make(**REGIMES['tall']))
     with pytest.warns(UserWarning, match='critical value'):
       ul.closed_form_gap(
-        p, ul.graddiff(100.0, reduction='sum', lr=1e-4, steps=5))
+        p, ul.graddiff(100.0, reduction='sum', lr=1e-4, steps=5)
+      )
 
 
 if __name__ == '__main__':

@@ -18,8 +18,10 @@ def net(params, x):
 
 def setting(seed=0, n=40, width=4, classes=3):
   rng = np.random.default_rng(seed)
-  params = {'w': rng.normal(size=(5, width)) / 2,
-            'v': rng.normal(size=(width, classes)) / 2}
+  params = {
+    'w': rng.normal(size=(5, width)) / 2,
+    'v': rng.normal(size=(width, classes)) / 2,
+  }
   x = rng.normal(size=(n, 5))
   y = rng.integers(0, classes, n)
   retain = {'x': x[6:], 'y': y[6:]}
@@ -42,19 +44,21 @@ def dense(params, data, loss):
 
 
 class LossTest(parameterized.TestCase):
-
   @parameterized.parameters('softmax', 'square', 'convex')
   def test_root_and_whitening(self, name):
-    loss = losses.convex('x', losses.SOFTMAX.value) if name == 'convex' else (
-      losses.get_loss(name))
+    loss = (
+      losses.convex('x', losses.SOFTMAX.value)
+      if name == 'convex'
+      else (losses.get_loss(name))
+    )
     with jax.enable_x64(True):
       f, y = jnp.array([0.3, -1.0, 2.0]), jnp.array([0.0, 1.0, 0.0])
       B_T = np.stack([loss.root(f, y, u) for u in jnp.eye(3)], 1)
       H = jax.hessian(loss.value)(f, y)
       np.testing.assert_allclose(B_T.T @ B_T, H, atol=1e-12)
       np.testing.assert_allclose(
-        jnp.stack([loss.curvature(f, y, u) for u in jnp.eye(3)]), H,
-        atol=1e-12)
+        jnp.stack([loss.curvature(f, y, u) for u in jnp.eye(3)]), H, atol=1e-12
+      )
       rho = -jax.grad(loss.value)(f, y)
       np.testing.assert_allclose(loss.residual(f, y), rho, atol=1e-12)
       np.testing.assert_allclose(B_T.T @ loss.whitened(f, y), rho, atol=1e-9)
@@ -69,7 +73,6 @@ class LossTest(parameterized.TestCase):
 
 
 class GGNTest(parameterized.TestCase):
-
   @parameterized.product(loss=['softmax', 'square'], batch=[None, 7])
   def test_product_and_gradient_equal_dense(self, loss, batch):
     with jax.enable_x64(True):
@@ -77,14 +80,17 @@ class GGNTest(parameterized.TestCase):
       J, rho, L = dense(params, retain, loss)
       flat, unravel = ravel_pytree(params)
       v = np.random.default_rng(1).normal(size=len(flat))
-      got = jax.jit(lambda v, data: ggn.ggn_matvec(
-        net, loss, params, data, unravel(v), ridge=0.3, batch_size=batch))(
-          v, retain)
+      got = jax.jit(
+        lambda v, data: ggn.ggn_matvec(
+          net, loss, params, data, unravel(v), ridge=0.3, batch_size=batch
+        )
+      )(v, retain)
       want = np.einsum('bcp,bcd,bdq,q->p', J, L, J, v) + 0.3 * v
       np.testing.assert_allclose(ravel_pytree(got)[0], want, rtol=1e-9)
       grad = ggn.gradient(net, loss, params, retain, batch_size=batch)
       np.testing.assert_allclose(
-        ravel_pytree(grad)[0], -np.einsum('bcp,bc->p', J, rho), rtol=1e-9)
+        ravel_pytree(grad)[0], -np.einsum('bcp,bc->p', J, rho), rtol=1e-9
+      )
 
   def test_weights_are_repetitions(self):
     with jax.enable_x64(True):
@@ -93,13 +99,16 @@ class GGNTest(parameterized.TestCase):
       weight[2] = 3
       again = np.r_[np.arange(34), 2, 2]
       twice = {k: v[again] for k, v in retain.items()}
-      f = lambda d: ravel_pytree(ggn.ggn_matvec(
-        net, 'softmax', params, d, params))[0]
+      f = lambda d: ravel_pytree(
+        ggn.ggn_matvec(net, 'softmax', params, d, params)
+      )[0]
       np.testing.assert_allclose(
-        f(retain | {'weight': weight}), f(twice), rtol=1e-9)
+        f(retain | {'weight': weight}), f(twice), rtol=1e-9
+      )
 
-  @parameterized.product(kind=['cg', 'primal', 'dual'],
-                         loss=['softmax', 'square'])
+  @parameterized.product(
+    kind=['cg', 'primal', 'dual'], loss=['softmax', 'square']
+  )
   def test_prediction_equals_dense_algebra(self, kind, loss):
     with jax.enable_x64(True):
       params, retain, forget = setting()
@@ -112,17 +121,21 @@ class GGNTest(parameterized.TestCase):
       if loss == 'softmax':
         want = want - want.mean(1, keepdims=True)
       solver = ul.Solver(kind, 500, 1e-12, batch_size=16)
-      got = ul.predict_gap(net, loss, params, retain, forget, forget['x'],
-                           0.2, solver=solver)
+      got = ul.predict_gap(
+        net, loss, params, retain, forget, forget['x'], 0.2, solver=solver
+      )
       np.testing.assert_allclose(got, want, atol=1e-7)
 
   def test_preconditioned_float32_matches_dense_to_1e5(self):
     params, retain, forget = jax.tree.map(
-      lambda x: x.astype(np.float32) if x.dtype == np.float64 else x,
-      setting())
-    got = [ul.predict_gap(net, 'softmax', params, retain, forget,
-                          forget['x'], 0.5, solver=s)
-           for s in (ul.Solver('cg', 300, 1e-7, rank=6), ul.Solver('primal'))]
+      lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, setting()
+    )
+    got = [
+      ul.predict_gap(
+        net, 'softmax', params, retain, forget, forget['x'], 0.5, solver=s
+      )
+      for s in (ul.Solver('cg', 300, 1e-7, rank=6), ul.Solver('primal'))
+    ]
     scale = np.abs(got[1]).max()
     np.testing.assert_allclose(got[0], got[1], atol=1e-5 * scale)
 
@@ -134,17 +147,18 @@ class GGNTest(parameterized.TestCase):
       flat = ravel_pytree(params)[0]
       grad = ggn.gradient(net, 'softmax', params, retain)
       np.testing.assert_allclose(
-        -(p.X_R.T @ p.Y_R)[:, 0], ravel_pytree(grad)[0], rtol=1e-9)
+        -(p.X_R.T @ p.Y_R)[:, 0], ravel_pytree(grad)[0], rtol=1e-9
+      )
       np.testing.assert_allclose(p.prior[:, 0], -flat)
       # th - th_R two ways: exact linear theory, and the network's solver.
       move = -ul.fit_retain(p)[:, 0]
       other = ul.retain_displacement(
-        net, 'softmax', params, retain, 0.2, solver=ul.Solver('dual'))
+        net, 'softmax', params, retain, 0.2, solver=ul.Solver('dual')
+      )
       np.testing.assert_allclose(move, ravel_pytree(other)[0], atol=1e-9)
 
 
 class LazyTest(absltest.TestCase):
-
   def test_error_falls_like_one_over_alpha(self):
     """f = alpha (f(th) - f(th_0)): exact retrain by SciPy in float64."""
     with jax.enable_x64(True):
@@ -161,18 +175,27 @@ class LazyTest(absltest.TestCase):
         def objective(v, data, lazy=lazy, ridge=ridge):
           f = lazy(unravel(v), data['x'])
           y = jax.nn.one_hot(data['y'], 3)
-          return jnp.sum((y - f) ** 2) / 2 + ridge / 2 * jnp.sum((v - base) ** 2)
+          return jnp.sum((y - f) ** 2) / 2 + ridge / 2 * jnp.sum(
+            (v - base) ** 2
+          )
 
         fun = jax.jit(jax.value_and_grad(objective))
 
         def fit(data, v, fun=fun, alpha=alpha):
           # In units of 1 / alpha, so that all three are scaled alike.
           f = lambda u: tuple(
-            np.asarray(a) * s for a, s in zip(
-              fun(base + u / alpha, data), (1, 1 / alpha), strict=True))
+            np.asarray(a) * s
+            for a, s in zip(
+              fun(base + u / alpha, data), (1, 1 / alpha), strict=True
+            )
+          )
           out = scipy.optimize.minimize(
-            f, (v - base) * alpha, jac=True, method='L-BFGS-B',
-            options=dict(maxiter=3000, ftol=1e-16, gtol=1e-9))
+            f,
+            (v - base) * alpha,
+            jac=True,
+            method='L-BFGS-B',
+            options=dict(maxiter=3000, ftol=1e-16, gtol=1e-9),
+          )
           return base + out.x / alpha
 
         full = fit(whole, base)
@@ -180,8 +203,16 @@ class LazyTest(absltest.TestCase):
         query = forget['x']
         want = lazy(unravel(full), query) - lazy(unravel(again), query)
         got = ul.predict_gap(
-          lazy, 'square', unravel(full), retain, forget, query, ridge,
-          prior=centre, solver=ul.Solver('primal'))
+          lazy,
+          'square',
+          unravel(full),
+          retain,
+          forget,
+          query,
+          ridge,
+          prior=centre,
+          solver=ul.Solver('primal'),
+        )
         errors.append(ul.relative_error(got, want)[0])
     # (Under cross-entropy a floor is left: the loss itself is not quadratic.)
     self.assertLess(errors[1], errors[0] / 4)
@@ -190,27 +221,50 @@ class LazyTest(absltest.TestCase):
 
 
 class BadInputTest(absltest.TestCase):
-
   def test_errors(self):
     params, retain, forget = jax.tree.map(jnp.asarray, setting())
     args = (net, 'softmax', params, retain, forget, forget['x'])
     for match, call in (
       ('kind', lambda: ul.predict_gap(*args, 0.1, solver=ul.Solver('lu'))),
-      ('ridge > 0', lambda: ul.predict_gap(
-        *args, 0.0, solver=ul.Solver('dual'))),
-      ('ridge > 0', lambda: ul.predict_gap(
-        *args, 0.0, solver=ul.Solver(rank=3))),
+      (
+        'ridge > 0',
+        lambda: ul.predict_gap(*args, 0.0, solver=ul.Solver('dual')),
+      ),
+      (
+        'ridge > 0',
+        lambda: ul.predict_gap(*args, 0.0, solver=ul.Solver(rank=3)),
+      ),
       ('would take', lambda: ul.linearize(*args[:5], 0.1, max_bytes=10)),
-      ('empty', lambda: ul.predict_gap(
-        *args[:4], {'x': retain['x'][:0], 'y': retain['y'][:0]}, None, 0.1)),
-      ('examples but', lambda: ggn.gradient(
-        net, 'softmax', params, {'x': retain['x'], 'y': retain['y'][:3]})),
-      ('NaN', lambda: ggn.gradient(
-        net, 'softmax', params, retain | {'x': retain['x'] * jnp.nan})),
-      ('model has C', lambda: ggn.gradient(
-        net, 'softmax', params, retain | {'y': jnp.ones((34, 2))})),
-      ('must return', lambda: ggn.gradient(
-        lambda p, x: net(p, x)[:, 0], 'softmax', params, retain)),
+      (
+        'empty',
+        lambda: ul.predict_gap(
+          *args[:4], {'x': retain['x'][:0], 'y': retain['y'][:0]}, None, 0.1
+        ),
+      ),
+      (
+        'examples but',
+        lambda: ggn.gradient(
+          net, 'softmax', params, {'x': retain['x'], 'y': retain['y'][:3]}
+        ),
+      ),
+      (
+        'NaN',
+        lambda: ggn.gradient(
+          net, 'softmax', params, retain | {'x': retain['x'] * jnp.nan}
+        ),
+      ),
+      (
+        'model has C',
+        lambda: ggn.gradient(
+          net, 'softmax', params, retain | {'y': jnp.ones((34, 2))}
+        ),
+      ),
+      (
+        'must return',
+        lambda: ggn.gradient(
+          lambda p, x: net(p, x)[:, 0], 'softmax', params, retain
+        ),
+      ),
     ):
       with pytest.raises(ValueError, match=match):
         call()
@@ -227,15 +281,24 @@ class BadInputTest(absltest.TestCase):
   def test_indefinite_curvature(self):
     params, retain, forget = jax.tree.map(jnp.asarray, setting())
     concave = losses.SOFTMAX._replace(
-      name='concave', curvature=lambda f, y, u: -u)
+      name='concave', curvature=lambda f, y, u: -u
+    )
     with pytest.raises(ValueError, match='indefinite'):
       ul.predict_gap(net, concave, params, retain, forget, forget['x'], 0.01)
 
   def test_no_convergence_warns(self):
     params, retain, forget = jax.tree.map(jnp.asarray, setting())
     with pytest.warns(UserWarning, match='CG stopped'):
-      ul.predict_gap(net, 'softmax', params, retain, forget, forget['x'],
-                     1e-3, solver=ul.Solver(max_steps=2))
+      ul.predict_gap(
+        net,
+        'softmax',
+        params,
+        retain,
+        forget,
+        forget['x'],
+        1e-3,
+        solver=ul.Solver(max_steps=2),
+      )
 
 
 if __name__ == '__main__':

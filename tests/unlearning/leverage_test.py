@@ -39,12 +39,19 @@ class Truth:
     d = p.X_R.shape[1]
     root = np.sqrt(p.ridge)
     X_R = np.concatenate([p.X_R, root * np.eye(d)])
-    Y_R = np.concatenate([p.Y_R, root * (0 if p.prior is None else p.prior)
-                          * np.ones((d, p.Y_R.shape[1]))])
+    Y_R = np.concatenate(
+      [
+        p.Y_R,
+        root
+        * (0 if p.prior is None else p.prior)
+        * np.ones((d, p.Y_R.shape[1])),
+      ]
+    )
     lstsq = lambda x, y: np.linalg.lstsq(x, y, rcond=None)[0]
     self.retain = lstsq(X_R, Y_R)
     self.full = lstsq(
-      np.concatenate([X_R, p.X_F]), np.concatenate([Y_R, p.Y_F]))
+      np.concatenate([X_R, p.X_F]), np.concatenate([Y_R, p.Y_F])
+    )
     self.A_R = X_R.T @ X_R
     self.A = self.A_R + p.X_F.T @ p.X_F
     q, r = np.linalg.qr(X_R)
@@ -79,8 +86,12 @@ def check_identities(p):
     # (3), (1), (2), queries.
     e_F = p.Y_F - p.X_F @ t.retain
     close(ul.loo_residual(lev, t.r_F), e_F, t.rtol)
-    close(ul.cross_leverage(p, p.X_R) @ t.r_F,
-          p.X_R @ (t.full - t.retain), t.rtol, np.linalg.norm(HR @ t.r_F))
+    close(
+      ul.cross_leverage(p, p.X_R) @ t.r_F,
+      p.X_R @ (t.full - t.retain),
+      t.rtol,
+      np.linalg.norm(HR @ t.r_F),
+    )
     close(H @ t.r_F, p.X_F @ (t.full - t.retain), t.rtol)
     # (4) hat blocks.
     h_FF = p.X_F @ np.linalg.solve(t.A, p.X_F.T)
@@ -89,10 +100,16 @@ def check_identities(p):
     close(lev.retain_cross @ np.linalg.inv(eye + H), h_RF, t.rtol)
     # (5) and (6).
     inner = p.X_F @ np.linalg.solve(t.A_R, np.linalg.solve(t.A_R, p.X_F.T))
-    close(lev.retain_cross.T @ lev.retain_cross, H - p.ridge * inner,
-          t.rtol, np.linalg.norm(H))
-    L_R = lambda th: 0.5 * np.sum((p.Y_R - p.X_R @ th) ** 2) + (
-      0.5 * p.ridge * np.sum((th - p.prior) ** 2))
+    close(
+      lev.retain_cross.T @ lev.retain_cross,
+      H - p.ridge * inner,
+      t.rtol,
+      np.linalg.norm(H),
+    )
+    L_R = lambda th: (
+      0.5 * np.sum((p.Y_R - p.X_R @ th) ** 2)
+      + (0.5 * p.ridge * np.sum((th - p.prior) ** 2))
+    )
     excess = 0.5 * np.sum(t.r_F * (lev.forget_self @ t.r_F))
     close(excess, L_R(t.full) - L_R(t.retain), 1e-9, L_R(t.full))
     logdet = np.linalg.slogdet(t.A)[1] - np.linalg.slogdet(t.A_R)[1]
@@ -100,7 +117,6 @@ def check_identities(p):
 
 
 class LeverageTest(parameterized.TestCase):
-
   @parameterized.parameters(*REGIMES)
   def test_identities(self, regime):
     check_identities(make(**REGIMES[regime]))
@@ -116,7 +132,8 @@ class LeverageTest(parameterized.TestCase):
     np.testing.assert_allclose(ul.fit_full(p), [[3.5]], rtol=1e-6)
     # r_F = 9 - 7 = 2, e_F = 9 - 3 = 6 = (1 + 2) * 2.
     np.testing.assert_allclose(
-      ul.loo_residual(lev, np.float32([[2.0]])), [[6.0]], rtol=1e-6)
+      ul.loo_residual(lev, np.float32([[2.0]])), [[6.0]], rtol=1e-6
+    )
 
   # Shapes from a short list, because each one compiles anew.
   @settings(max_examples=30, deadline=None)
@@ -145,18 +162,20 @@ class LeverageTest(parameterized.TestCase):
     w_R[3] = 2
     again = np.repeat(np.arange(3), [2, 1, 3])
     twice = np.append(np.arange(17), 3)
-    q = p.replace(X_R=p.X_R[twice], Y_R=p.Y_R[twice],
-                  X_F=p.X_F[again], Y_F=p.Y_F[again])
+    q = p.replace(
+      X_R=p.X_R[twice], Y_R=p.Y_R[twice], X_F=p.X_F[again], Y_F=p.Y_F[again]
+    )
     with jax.enable_x64(True):
       weighed = ul.weigh(p, w_R, w_F)
       np.testing.assert_allclose(ul.fit_full(weighed), ul.fit_full(q))
       np.testing.assert_allclose(
         ul.leverage(weighed).eigenvalues,
-        ul.leverage(q).eigenvalues[:3], rtol=1e-9)
+        ul.leverage(q).eigenvalues[:3],
+        rtol=1e-9,
+      )
 
 
 class BadInputTest(absltest.TestCase):
-
   def setUp(self):
     super().setUp()
     self.p = jax.tree.map(np.float32, make(20, 3, 4, 0.5))

@@ -1,7 +1,6 @@
 """Network unlearners in the shared loop."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -49,8 +48,10 @@ def expected_gradient(kind, params, arrays, forget, target, w):
     'gradient_ascent': (zero, -ce),
     'graddiff': (ce, -w.forget * ce),
     'neggrad_plus': (w.beta * ce, -(1 - w.beta) * ce),
-    'scrub': (w.labels * ce + w.teacher * (p - teacher),
-              -w.forget * (p - teacher)),
+    'scrub': (
+      w.labels * ce + w.teacher * (p - teacher),
+      -w.forget * (p - teacher),
+    ),
     'npo': (w.retain * ce, -2 * (ratio / (1 + ratio))[:, None] * ce),
     'corrected_relabel': (ce, p - softmax(target)),
   }[kind]
@@ -59,26 +60,35 @@ def expected_gradient(kind, params, arrays, forget, target, w):
 
 
 class UnlearnerTest(parameterized.TestCase):
-
   @parameterized.parameters(
-    *(k for k in method_lib.KINDS if k != 'random_label'))
+    *(k for k in method_lib.KINDS if k != 'random_label')
+  )
   def test_first_step_by_hand(self, kind):
     params, arrays, roles, target = setting()
     arrays['teacher'] = arrays['teacher'] + 0.3 * target[0]
-    w = ul.Weights(forget=0.3, beta=0.8, labels=0.5, teacher=0.7,
-                   retain=1.5, temperature=0.4)
+    w = ul.Weights(
+      forget=0.3, beta=0.8, labels=0.5, teacher=0.7, retain=1.5, temperature=0.4
+    )
     use_R, use_F, _ = ul.needs(kind)
     data = data_lib.request_data(
-      arrays, roles, N, uses=(use_R, use_F), per_run={'target': target})
-    build = ul.unlearner(kind, linear_net, 'softmax', params, optax.sgd(1.0),
-                         weights=w, decay=0.2)
+      arrays, roles, N, uses=(use_R, use_F), per_run={'target': target}
+    )
+    build = ul.unlearner(
+      kind, linear_net, 'softmax', params, optax.sgd(1.0), weights=w, decay=0.2
+    )
     result = train.fit(build, data, steps=1, runs=2, writers=())
     for run in range(2):
       forget = (roles[run] == 2).astype(float)
       drawn = forget if not use_R else (1 - forget if not use_F else 1)
       grad = expected_gradient(
-        kind, params, arrays | {'x': arrays['x'] * np.reshape(
-          np.broadcast_to(drawn, N), (N, 1))}, forget, target[run], w)
+        kind,
+        params,
+        arrays
+        | {'x': arrays['x'] * np.reshape(np.broadcast_to(drawn, N), (N, 1))},
+        forget,
+        target[run],
+        w,
+      )
       if not (use_R and use_F):  # logits must be those of the real inputs
         full = expected_gradient(kind, params, arrays, forget, target[run], w)
         grad = full  # the other role has zero gradient for these kinds
@@ -92,10 +102,14 @@ class UnlearnerTest(parameterized.TestCase):
   def test_random_labels_are_fixed_and_uniform(self):
     params, arrays, roles, _ = setting()
     arrays['id'] = np.arange(N, dtype=np.int32)
-    build = ul.unlearner('random_label', linear_net, 'softmax', params,
-                         optax.sgd(1.0))
-    batch = {**arrays, 'weight': np.ones(N, np.float32),
-             'forget': (roles[0] == 2).astype(np.float32)}
+    build = ul.unlearner(
+      'random_label', linear_net, 'softmax', params, optax.sgd(1.0)
+    )
+    batch = {
+      **arrays,
+      'weight': np.ones(N, np.float32),
+      'forget': (roles[0] == 2).astype(np.float32),
+    }
     method = build(None)
     state = method.init(jax.random.key(0), batch)
     one, _ = method.update(state, batch)
@@ -109,16 +123,23 @@ class UnlearnerTest(parameterized.TestCase):
     if kind == 'newton':
       build = ul.newton_cg(linear_net, 'softmax', params, decay=0.1)
     else:
-      build = ul.unlearner(kind, linear_net, 'softmax', params,
-                           optax.adam(0.1), decay=0.1)
+      build = ul.unlearner(
+        kind, linear_net, 'softmax', params, optax.adam(0.1), decay=0.1
+      )
     if runs:
       data = data_lib.request_data(arrays, roles, 8)
     else:
       forget = (roles[0] == 2).astype(np.float32)
       data = train.array_data(arrays | {'forget': forget}, 8)
     got = [
-      train.fit(build, data, steps=4, runs=runs, writers=(),
-                options=train.Options(parallel=parallel)).state.params['w']
+      train.fit(
+        build,
+        data,
+        steps=4,
+        runs=runs,
+        writers=(),
+        options=train.Options(parallel=parallel),
+      ).state.params['w']
       for parallel in ('jit', 'pmap')
     ]
     np.testing.assert_allclose(got[0], got[1], atol=3e-6)
@@ -134,10 +155,19 @@ class UnlearnerTest(parameterized.TestCase):
     start = {'w': np.asarray(ul.fit_full(p))}
     forget = (np.arange(N) < 5).astype(np.float32)
     data = train.array_data({'x': x, 'y': y, 'forget': forget}, N)
-    for target, spec, n in (('retain', ul.retain_newton(), N - 5),
-                            ('forget', ul.influence(), N)):
-      build = ul.newton_cg(linear_net, 'square', start, target=target,
-                           cg_steps=40, tol=1e-7, decay=ridge / n)
+    for target, spec, n in (
+      ('retain', ul.retain_newton(), N - 5),
+      ('forget', ul.influence(), N),
+    ):
+      build = ul.newton_cg(
+        linear_net,
+        'square',
+        start,
+        target=target,
+        cg_steps=40,
+        tol=1e-7,
+        decay=ridge / n,
+      )
       got = train.fit(build, data, steps=1, writers=()).state.params['w']
       want = ul.fit_retain(p) + ul.closed_form_gap(p, spec).theta
       np.testing.assert_allclose(got, want, atol=1e-4)
@@ -162,40 +192,52 @@ class UnlearnerTest(parameterized.TestCase):
     }
     for kind, (spec, n) in cases.items():
       data = data_lib.request_data(arrays, roles, N, uses=ul.needs(kind)[:2])
-      build = ul.unlearner(kind, linear_net, 'square', start,
-                           optax.sgd(lr * n), weights=weights,
-                           decay=ridge / n)
+      build = ul.unlearner(
+        kind,
+        linear_net,
+        'square',
+        start,
+        optax.sgd(lr * n),
+        weights=weights,
+        decay=ridge / n,
+      )
       got = train.fit(build, data, steps=steps, runs=1, writers=())
       want = ul.fit_retain(p) + ul.closed_form_gap(p, spec).theta
       np.testing.assert_allclose(
-        got.state.params['w'][0], want, atol=1e-4, err_msg=kind)
+        got.state.params['w'][0], want, atol=1e-4, err_msg=kind
+      )
 
   def test_evaluation_and_padding(self):
     params, arrays, _, _ = setting()
-    build = ul.unlearner('finetune', linear_net, 'softmax', params,
-                         optax.sgd(1.0))
+    build = ul.unlearner(
+      'finetune', linear_net, 'softmax', params, optax.sgd(1.0)
+    )
     method = build(None)
-    batch = {**arrays, 'weight': np.ones(N, np.float32),
-             'id': np.arange(N, dtype=np.int32),
-             'forget': np.zeros(N, np.float32)}
+    batch = {
+      **arrays,
+      'weight': np.ones(N, np.float32),
+      'id': np.arange(N, dtype=np.int32),
+      'forget': np.zeros(N, np.float32),
+    }
     state = method.init(jax.random.key(0), batch)
     found = method.evaluate(state, batch)
     f = arrays['x'] @ params['w']
     want = -np.log(softmax(f))[np.arange(N), arrays['y']].mean()
     total, weight = found['sums']['loss']
     np.testing.assert_allclose(total / weight, want, rtol=1e-5)
-    padded = {k: np.concatenate([v, np.full_like(v[:3], 0)])
-              for k, v in batch.items()}
+    padded = {
+      k: np.concatenate([v, np.full_like(v[:3], 0)]) for k, v in batch.items()
+    }
     padded['x'][-3:] = np.nan
     one, _ = method.update(state, batch)
-    two, _ = method.update(
-      state, padded | {'x': np.nan_to_num(padded['x'])})
+    two, _ = method.update(state, padded | {'x': np.nan_to_num(padded['x'])})
     np.testing.assert_allclose(one.params['w'], two.params['w'], atol=1e-6)
 
   def test_bad_input(self):
     params, arrays, roles, _ = setting()
     make = lambda kind='graddiff', loss='softmax', **k: ul.unlearner(
-      kind, linear_net, loss, params, optax.sgd(0.1), **k)
+      kind, linear_net, loss, params, optax.sgd(0.1), **k
+    )
     for match, call in (
       ('allowed', lambda: make('forgetme')),
       ('beta', lambda: make(weights=ul.Weights(beta=0.0))),
@@ -203,20 +245,37 @@ class UnlearnerTest(parameterized.TestCase):
       ('temperature', lambda: make(weights=ul.Weights(temperature=0.0))),
       ('decay', lambda: make(decay=-1.0)),
       ('classes', lambda: make('random_label', 'square')),
-      ('target', lambda: ul.newton_cg(
-        linear_net, 'softmax', params, target='all')),
-      ('cg_steps', lambda: ul.newton_cg(
-        linear_net, 'softmax', params, cg_steps=0)),
-      ('empty forget', lambda: data_lib.request_data(
-        arrays, np.ones((1, N), int), 4)),
-      ('empty retain', lambda: data_lib.request_data(
-        arrays, np.full((1, N), 2), 4)),
-      ('roles must', lambda: data_lib.request_data(
-        arrays, np.full((1, N), 7), 4)),
+      (
+        'target',
+        lambda: ul.newton_cg(linear_net, 'softmax', params, target='all'),
+      ),
+      (
+        'cg_steps',
+        lambda: ul.newton_cg(linear_net, 'softmax', params, cg_steps=0),
+      ),
+      (
+        'empty forget',
+        lambda: data_lib.request_data(arrays, np.ones((1, N), int), 4),
+      ),
+      (
+        'empty retain',
+        lambda: data_lib.request_data(arrays, np.full((1, N), 2), 4),
+      ),
+      (
+        'roles must',
+        lambda: data_lib.request_data(arrays, np.full((1, N), 7), 4),
+      ),
       ('expected', lambda: data_lib.request_data(arrays, roles[0], 4)),
-      ("lacks .'target'", lambda: train.fit(
-        make('corrected_relabel'), data_lib.request_data(arrays, roles, 4),
-        steps=1, runs=2, writers=())),
+      (
+        "lacks .'target'",
+        lambda: train.fit(
+          make('corrected_relabel'),
+          data_lib.request_data(arrays, roles, 4),
+          steps=1,
+          runs=2,
+          writers=(),
+        ),
+      ),
     ):
       with pytest.raises(ValueError, match=match):
         call()

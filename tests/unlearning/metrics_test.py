@@ -1,8 +1,8 @@
 """Metrics by hand, by brute force and against SciPy."""
 
 import itertools
-import os
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,6 @@ from tmlib import unlearning as ul
 
 
 class MetricsTest(absltest.TestCase):
-
   def test_gap_and_centring(self):
     f = np.array([[1.0, 2.0], [0.0, 0.0]])
     # A shift of logits is no gap.
@@ -32,17 +31,20 @@ class MetricsTest(absltest.TestCase):
 
   def test_ks_by_enumeration(self):
     a, b = np.array([0.1, 0.4, 0.7]), np.array([0.5, 0.8, 0.9, 1.2])
+
     def distance(a, b):
       at = np.concatenate([a, b])
       cdf = lambda s: (s[None] <= at[:, None]).mean(1)
       return np.abs(cdf(a) - cdf(b)).max()
+
     both = np.concatenate([a, b])
-    ds = [distance(both[list(i)], np.delete(both, list(i)))
-          for i in itertools.combinations(range(7), 3)]
+    ds = [
+      distance(both[list(i)], np.delete(both, list(i)))
+      for i in itertools.combinations(range(7), 3)
+    ]
     statistic, p = ul.forget_quality_ks(a, b)
     self.assertAlmostEqual(statistic, distance(a, b))
-    self.assertAlmostEqual(
-      p, np.mean(np.array(ds) >= distance(a, b) - 1e-12))
+    self.assertAlmostEqual(p, np.mean(np.array(ds) >= distance(a, b) - 1e-12))
 
   def test_ks_of_tofu_logs(self):
     """Where TOFU_LOGS names a folder of JSON lists `unlearned`, `retrained`."""

@@ -214,6 +214,6 @@ def slq_logdet(
   steps: int,
   dtype=jnp.float32,
 ) -> jax.Array:
-  """log det(I + A) for a positive semidefinite A; see `slq_trace`."""
+  """Log det(I + A) for a positive semidefinite A; see `slq_trace`."""
   log1p = lambda x: jnp.log1p(jnp.maximum(x, 0))
   return slq_trace(matvec, log1p, key, dim, probes, steps, dtype)

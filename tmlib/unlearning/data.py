@@ -78,9 +78,7 @@ def request_data(
     return batch | {k: v[run, batch['index']] for k, v in extra.items()}
 
   def gather(resident, batch):
-    found = stream.gather(
-      resident, {k: batch[k] for k in ('index', 'weight')}
-    )
+    found = stream.gather(resident, {k: batch[k] for k in ('index', 'weight')})
     return found | {k: jnp.asarray(batch[k]) for k in extra}
 
   fingerprint = stream.fingerprint | {

@@ -19,7 +19,7 @@ Axes: R retain, F forget rows, d features, c outputs.
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -92,9 +92,7 @@ class LeverageReport(NamedTuple):
   flags: tuple[str, ...]
 
 
-def standard_specs(
-  problem: RidgeProblem, steps: int = 10
-) -> list[UnlearnSpec]:
+def standard_specs(problem: RidgeProblem, steps: int = 10) -> list[UnlearnSpec]:
   """The methods an audit compares, all with the same number of steps.
 
   Step sizes are 1 / largest eigenvalue of the full curvature; gradient ascent
@@ -111,9 +109,7 @@ def standard_specs(
   return [
     spec_lib.gradient_ascent(best),
     spec_lib.graddiff(rho, reduction='sum', lr=lr, steps=steps),
-    spec_lib.neggrad_plus(
-      1 / (1 + rho), reduction='sum', lr=lr, steps=steps
-    ),
+    spec_lib.neggrad_plus(1 / (1 + rho), reduction='sum', lr=lr, steps=steps),
     spec_lib.retain_finetune(lr, steps),
     cg,
     spec_lib.influence(),

@@ -251,14 +251,16 @@ def simulate(problem: RidgeProblem, spec: UnlearnSpec) -> jax.Array:
   theta = problem_lib.initial(p)
   if spec.solver == 'cg':
     M = _hessian(p, t)
-    solve = lambda b, x: linear.cg(
-      lambda v: M @ v,
-      b,
-      x,
-      preconditioner=lambda v: t.G @ v,
-      max_steps=spec.steps,
-      tol=0.0,
-    ).x
+    solve = lambda b, x: (
+      linear.cg(
+        lambda v: M @ v,
+        b,
+        x,
+        preconditioner=lambda v: t.G @ v,
+        max_steps=spec.steps,
+        tol=0.0,
+      ).x
+    )
     rhs = -_gradient(p, t, jnp.zeros_like(theta))
     end = jax.vmap(solve, (1, 1), 1)(rhs, theta)
     return jnp.stack([theta, end])

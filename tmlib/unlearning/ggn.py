@@ -100,8 +100,9 @@ def check_deterministic(apply_fn: Apply, params: Any, x: jax.Array) -> None:
   """
   x = x[: min(len(x), 8)]
   whole, again = apply_fn(params, x), apply_fn(params, x)
-  single = jnp.concatenate([apply_fn(params, x[i : i + 1]) for i in
-                            range(len(x))])
+  single = jnp.concatenate(
+    [apply_fn(params, x[i : i + 1]) for i in range(len(x))]
+  )
   scale = 1e-3 * (1 + float(jnp.abs(whole).max()))
   if not float(jnp.abs(whole - again).max()) <= scale:
     raise ValueError('apply_fn is random (dropout?): pass train=False to it.')
@@ -149,14 +150,13 @@ def gradient(
   def part(batch):
     def total(params):
       values = jax.vmap(loss.value)(apply_fn(params, batch['x']), batch['y'])
-      return jnp.sum(jnp.where(batch['weight'] != 0,
-                               batch['weight'] * values, 0))
+      return jnp.sum(
+        jnp.where(batch['weight'] != 0, batch['weight'] * values, 0)
+      )
 
     return jax.grad(total)(params)
 
-  return _scan_sum(
-    part, jax.tree.map(jnp.zeros_like, params), data, batch_size
-  )
+  return _scan_sum(part, jax.tree.map(jnp.zeros_like, params), data, batch_size)
 
 
 def ggn_matvec(
@@ -207,13 +207,11 @@ def ggn_matvec(
 def objective_gradient(
   apply_fn, loss, params, data, ridge, prior, *, batch_size=None
 ):
-  """grad of sum l + ridge/2 ||th - prior||^2."""
+  """Gradient of sum l + ridge/2 ||th - prior||^2."""
   grads = gradient(apply_fn, loss, params, data, batch_size=batch_size)
   if prior is None:
     prior = jax.tree.map(jnp.zeros_like, params)
-  return jax.tree.map(
-    lambda g, p, a: g + ridge * (p - a), grads, params, prior
-  )
+  return jax.tree.map(lambda g, p, a: g + ridge * (p - a), grads, params, prior)
 
 
 def stationarity(
@@ -237,28 +235,39 @@ def stationarity(
   return size(total) / max(size(g_F), 1e-300)
 
 
-@functools.partial(
-  jax.jit, static_argnames=('apply_fn', 'loss', 'solver')
-)
-def _cg_displacement(
-  apply_fn, loss, params, retain, ridge, prior, solver, key
-):
+@functools.partial(jax.jit, static_argnames=('apply_fn', 'loss', 'solver'))
+def _cg_displacement(apply_fn, loss, params, retain, ridge, prior, solver, key):
   flat, unravel = ravel_pytree(params)
-  b = ravel_pytree(objective_gradient(
-    apply_fn, loss, params, retain, ridge, prior,
-    batch_size=solver.batch_size))[0]
+  b = ravel_pytree(
+    objective_gradient(
+      apply_fn, loss, params, retain, ridge, prior, batch_size=solver.batch_size
+    )
+  )[0]
 
   def matvec(v, ridge=ridge):
-    return ravel_pytree(ggn_matvec(
-      apply_fn, loss, params, retain, unravel(v), ridge=ridge,
-      batch_size=solver.batch_size))[0]
+    return ravel_pytree(
+      ggn_matvec(
+        apply_fn,
+        loss,
+        params,
+        retain,
+        unravel(v),
+        ridge=ridge,
+        batch_size=solver.batch_size,
+      )
+    )[0]
 
   precondition = None
   if solver.rank:
     sketch = functools.partial(_nystrom, matvec, key, len(flat), solver.rank)
     precondition = sketch(ridge)
-  out = linear.cg(matvec, b, preconditioner=precondition,
-                  max_steps=solver.max_steps, tol=solver.tol)
+  out = linear.cg(
+    matvec,
+    b,
+    preconditioner=precondition,
+    max_steps=solver.max_steps,
+    tol=solver.tol,
+  )
   return out._replace(x=unravel(out.x))
 
 
@@ -276,9 +285,9 @@ def retain_displacement(
   ridge: float,
   *,
   prior: Any = None,
-  solver: Solver = Solver(),
+  solver: Solver | None = None,
 ) -> Any:
-  """th - th_R to first order, A_R^{-1} grad L_R(th); a pytree as `params`.
+  """The move th - th_R to first order: A_R^{-1} grad L_R(th), as `params`.
 
   `params - retain_displacement(...)` is the Newton-CG unlearning step.
 
@@ -286,7 +295,7 @@ def retain_displacement(
     ValueError: ridge <= 0 with more parameters than data can fix, an unknown
       solver, or a curvature that is not positive.
   """
-  loss = get_loss(loss)
+  loss, solver = get_loss(loss), solver or Solver()
   outputs = outputs_of(apply_fn, params, retain['x'])
   retain = as_data(retain, outputs)
   if solver.kind == 'cg':
@@ -346,7 +355,7 @@ def predict_gap(
   ridge: float,
   *,
   prior: Any = None,
-  solver: Solver = Solver(),
+  solver: Solver | None = None,
 ) -> jax.Array:
   """f(x) - f_R(x): what separates the model from a retrained one, predicted.
 
@@ -361,7 +370,7 @@ def predict_gap(
     ridge: of the training objective in sums (weight decay times n), > 0
       unless the retain set fixes all parameters.
     prior: pytree the ridge pulls to; None for zeros.
-    solver: Solver.
+    solver: None for `Solver()`.
 
   Returns:
     [Q, C]; centred over C for softmax, whose logits have no origin.
@@ -396,7 +405,8 @@ def design(
     return root * rows, root * loss.whitened(f, y)
 
   rows, residual = jax.lax.map(
-    lambda b: one(*b), (data['x'], data['y'], data['weight']),
+    lambda b: one(*b),
+    (data['x'], data['y'], data['weight']),
     batch_size=min(64, len(data['x'])),
   )
   return rows.reshape(-1, len(flat)), residual.reshape(-1)

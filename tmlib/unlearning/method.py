@@ -20,7 +20,8 @@ the mean), except those that only look at the forget set.
 
 Axes: B examples, C outputs, P parameters. A batch holds 'x', 'y' ([B, C] or
 [B] int), 'forget' [B] (0 for retained examples, else a factor > 0 of the forget
-term, usually 1), and where the kind needs them 'teacher' [B, C] and 'target' [B, C] (outputs to be matched).
+term, usually 1), and where the kind needs them 'teacher' [B, C] (outputs of the
+start) and 'target' [B, C] (outputs to be matched).
 """
 
 from collections.abc import Callable
@@ -33,8 +34,14 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from tmlib.ops import linear
-from tmlib.train import Batch, Build, Evaluation, Method, Metrics
-from tmlib.train import gradient_method
+from tmlib.train import (
+  Batch,
+  Build,
+  Evaluation,
+  Method,
+  Metrics,
+  gradient_method,
+)
 from tmlib.unlearning.losses import Loss, get_loss
 
 __all__ = [
@@ -93,9 +100,7 @@ def _check_weights(weights: Weights) -> None:
   if not 0 < weights.beta <= 1:
     raise ValueError(f'weights.beta={weights.beta} must be in (0, 1].')
   if not weights.temperature > 0:
-    raise ValueError(
-      f'weights.temperature={weights.temperature} must be > 0.'
-    )
+    raise ValueError(f'weights.temperature={weights.temperature} must be > 0.')
   low = [k for k, v in weights._asdict().items() if v < 0]
   if low:
     raise ValueError(
@@ -118,9 +123,7 @@ def _targets(batch: Batch, outputs: int) -> jax.Array:
   return y
 
 
-def random_labels(
-  key: jax.Array, ids: jax.Array, classes: int
-) -> jax.Array:
+def random_labels(key: jax.Array, ids: jax.Array, classes: int) -> jax.Array:
   """A uniform label per example that depends on key and id only; [B] int32."""
   draw = lambda i: jax.random.randint(
     jax.random.fold_in(key, i), (), 0, classes
@@ -171,7 +174,7 @@ def unlearner(
   start: Any,
   optimizer: optax.GradientTransformation,
   *,
-  weights: Weights = Weights(),
+  weights: Weights | None = None,
   decay: float = 0.0,
   prior: Any = None,
   label_seed: int = 0,
@@ -185,7 +188,7 @@ def unlearner(
     loss: 'softmax', 'square' or a Loss.
     start: params of the model that shall forget.
     optimizer: an Optax transformation.
-    weights: of the terms.
+    weights: of the terms; None for `Weights()`.
     decay: ridge / n, n the number of examples that the kind draws from; a
       batch that holds 'decay' [B] overrides it (each run has its own n). Not
       used by gradient_ascent, which sees no retain objective.
@@ -203,6 +206,7 @@ def unlearner(
   """
   _, _, keys = needs(kind)
   loss = get_loss(loss)
+  weights = weights or Weights()
   _check_weights(weights)
   if not decay >= 0:
     raise ValueError(f'decay={decay} must be >= 0.')
@@ -257,7 +261,8 @@ def _evaluate(apply_fn, loss, params, batch: Batch) -> Evaluation:
   right = jnp.argmax(f, -1) == jnp.argmax(y, -1)
   weight = batch['weight']
   total = lambda x: (
-    jnp.sum(jnp.where(weight > 0, weight * x, 0)), jnp.sum(weight)
+    jnp.sum(jnp.where(weight > 0, weight * x, 0)),
+    jnp.sum(weight),
   )
   sums = {'loss': total(value), 'accuracy': total(right.astype(f.dtype))}
   return {'sums': sums, 'outputs': {'logits': f, 'example_loss': value}}

@@ -65,7 +65,9 @@ def forget_quality_ks(unlearned: Any, retrained: Any) -> tuple[float, float]:
   """
   from scipy.stats import ks_2samp
 
-  samples = [np.ravel(np.asarray(s, np.float64)) for s in (unlearned, retrained)]
+  samples = [
+    np.ravel(np.asarray(s, np.float64)) for s in (unlearned, retrained)
+  ]
   for name, s in zip(('unlearned', 'retrained'), samples, strict=True):
     if not len(s):
       raise ValueError(f'{name} is empty: the test needs at least one value.')

@@ -74,9 +74,7 @@ def _products(apply_fn, loss, solver, local):
 def _spectrum(apply_fn, loss, solver, local, key, probes, steps):
   _, _, solve = _products(apply_fn, loss, solver, local)
   apply = lambda u: local.X_F @ solve(local.X_F.T @ u).x
-  starts = jax.random.rademacher(
-    key, (probes, len(local.r)), local.r.dtype
-  )
+  starts = jax.random.rademacher(key, (probes, len(local.r)), local.r.dtype)
   ritz = jax.lax.map(lambda v: spectrum.lanczos(apply, v, steps), starts)
   return ritz.values, ritz.weights
 
@@ -162,7 +160,7 @@ def audit_network(
   ridge: float,
   *,
   prior: Any = None,
-  solver: Solver = Solver(max_steps=200, tol=1e-3),
+  solver: Solver | None = None,
   lanczos_steps: int = 10,
   probes: int = 2,
   steps: int = 10,
@@ -183,7 +181,8 @@ def audit_network(
     forget: the same; n_F C P numbers must fit in memory.
     ridge: > 0, of the objective in sums.
     prior: pytree; None for zeros.
-    solver: kind 'cg'; `batch_size` bounds the memory, `rank` preconditions.
+    solver: `batch_size` bounds the memory, `rank` preconditions; None for
+      200 steps of CG at most, to a residual of 1e-3.
     lanczos_steps: solves per start.
     probes: random starts.
     steps: number of steps of the iterative methods that are compared.
@@ -199,6 +198,7 @@ def audit_network(
       indefinite curvature.
   """
   loss = get_loss(loss)
+  solver = solver or Solver(max_steps=200, tol=1e-3)
   if not ridge > 0:
     raise ValueError(f'ridge={ridge} must be > 0: A_R has to be invertible.')
   outputs = ggn.outputs_of(apply_fn, params, jnp.asarray(retain['x']))
@@ -270,8 +270,7 @@ def _assemble(
     local=loss.local,
     influence_error=ratio(np.linalg.norm(left), np.linalg.norm(H_r)),
     cos_forget=cos_F,
-    cos_retain=ratio(
-      scalars['inner_R'], idle[1] * scalars['image_R']),
+    cos_retain=ratio(scalars['inner_R'], idle[1] * scalars['image_R']),
     null_share=float('nan'),
     span_deficiency=span,
     stationarity=drift,

@@ -147,8 +147,12 @@ def duplicates(X_R: Any, X_F: Any) -> tuple[int, float]:
   X_R, X_F = np.asarray(X_R), np.asarray(X_F)
   rows = {r.tobytes() for r in np.ascontiguousarray(X_R)}
   count = sum(r.tobytes() in rows for r in np.ascontiguousarray(X_F))
-  unit = lambda x: x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True),
-                                  np.finfo(x.dtype).tiny)
+  unit = lambda x: (
+    x
+    / np.maximum(
+      np.linalg.norm(x, axis=1, keepdims=True), np.finfo(x.dtype).tiny
+    )
+  )
   return count, float((unit(X_F) @ unit(X_R).T).max())
 
 

@@ -244,8 +244,8 @@ def gated_coefficients(
     w = jnp.stack(w, lead).reshape(*basis.shape[:-1], -1)
     return total + _exact(w, flat), dw.reshape(*emask.shape, -1)
 
-  parts = [_split(v, d, slots) for v in (x, g, graph.nbr, graph.emask)]
-  parts.append([_split(w, d, slots) for w in weights])
+  nodes = [_split(v, d, slots) for v in (x, g, graph.nbr, graph.emask)]
+  parts = (*nodes, [_split(w, d, slots) for w in weights])
   total, dw = jax.lax.scan(step, jnp.zeros_like(basis), parts)
   dw = _merge(dw, n, lead)
   count = range(len(gates))

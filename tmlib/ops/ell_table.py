@@ -3,6 +3,8 @@
 Axes: N nodes, K slots per node, E directed edges.
 """
 
+from typing import Any
+
 import numpy as np
 
 from kernels_pallas.graph import PatchGraph
@@ -96,4 +98,6 @@ def table(
   nbr[tail, slot] = head
   emask[tail, slot] = True
   rev[tail, slot] = slot[opposite]
-  return PatchGraph(nbr, emask, rev)
+  # NumPy leaves: a builder runs on the host and touches no device.
+  leaves: Any = (nbr, emask, rev)
+  return PatchGraph(*leaves)

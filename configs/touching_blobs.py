@@ -42,21 +42,21 @@ def get_config(arg: str | None = None) -> ConfigDict:
       train_bags=300,
       validation_bags=200,
       test_bags=300,
-      size=12,
-      radius=2,
+      size=14,
+      radius=3,
       connectivity=4,
       dim=6,
-      noise=0.4,
+      noise=0.2,
       positions='',
     )
   )
   config.train.update(
-    steps=250, batch_size=16, runs=10, log_every=50, steps_per_call=10
+    steps=300, batch_size=16, runs=10, log_every=50, steps_per_call=10
   )
   config.optimizer.update(learning_rate=1e-2, warmup=0.1)
   config.tmevolve = ConfigDict(
     dict(
-      hidden=12,
+      hidden=16,
       regions=4,
       num_concepts=4,
       steps=4,
@@ -75,11 +75,13 @@ def get_config(arg: str | None = None) -> ConfigDict:
       embedding_noise=2.0,
     )
   )
-  config.report = ConfigDict(dict(bootstrap=1000, bags=3))
+  config.report = ConfigDict(dict(bootstrap=1000, bags=4))
   if arg == 'tiny':
-    config.variants = ('gated_abmil', 'uniform', 'tmevolve')
-    config.concepts.variants = ('given',)
-    config.data.update(train_bags=24, validation_bags=12, test_bags=12, size=10)
+    config.variants = ('uniform', 'tmevolve')
+    config.concepts.variants = ()
+    config.data.update(
+      train_bags=24, validation_bags=12, test_bags=12, size=10, radius=2
+    )
     config.train.update(steps=4, runs=2, log_every=2, steps_per_call=2)
     config.tmevolve.update(hidden=8, steps=2)
     config.report.bootstrap = 100

@@ -356,8 +356,13 @@ def compile_for(
   layout = Layout(mesh, options.parallel, runs, parse_rules(options.rules))
   if data is not None and batch_size:
     data = data._replace(batch_size=batch_size)
+  # Methods may make constants when they are built, which nothing can do on
+  # devices that are not there.
+  methods = {name: build(name) for name in {layout.axis_name(data), None}}
   with jax.set_mesh(mesh):
-    lowered = lower_step(build, data, layout, folds=options.steps_per_call)
+    lowered = lower_step(
+      methods.__getitem__, data, layout, folds=options.steps_per_call
+    )
     kind = devices[0].device_kind
     return {
       bucket: report(program, topology, len(devices), kind)

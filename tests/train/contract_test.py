@@ -1,0 +1,255 @@
+"""One contract, held by every registered method.
+
+A family adds a line to CASES: a function that returns a `Case` of its method,
+small enough to compile in about a second.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.train import toy
+from tests.train.loop_test import counting
+from tmlib import train
+
+
+class Case(NamedTuple):
+  """A method and what is needed to run it.
+
+  Attributes:
+    build: axis name or None -> Method.
+    data: an endless stream of batches of eight examples, or None.
+    passed: a finite pass, or None where there is nothing to evaluate.
+    pad: batch -> the same batch with other contents in its padding; None where
+      examples have no padding of their own.
+    layout_dependent: per-device mode gives other numbers, by its nature.
+    atol: how far layouts may differ.
+    aot: compile for a TPU slice.
+  """
+
+  build: Callable[..., train.Method]
+  data: train.Data | None = None
+  passed: train.Data | None = None
+  pad: Callable[[Any], Any] | None = None
+  layout_dependent: bool = False
+  atol: float = 1e-6
+  aot: bool = True
+
+
+def linear():
+  def loss(params, batch, key, step):
+    del key, step
+    error = (batch['x'] @ params['w'] - batch['y']) ** 2
+    real = batch['weight'] > 0
+    total = jnp.sum(jnp.where(real, error, 0) * batch['weight'])
+    return total, batch['weight'].sum(), {}
+
+  def evaluate(params, batch):
+    outputs = {'prediction': batch['x'] @ params['w'], 'id': batch['id']}
+    return {'sums': {}, 'outputs': outputs}
+
+  build = train.gradient_method(
+    lambda key, batch: {'w': jax.random.normal(key, batch['x'].shape[-1:])},
+    loss, evaluate, optax.sgd(0.1),
+  )  # fmt: skip
+  return Case(build, toy.data(), toy.held_out())
+
+
+def noisy():
+  return Case(toy.build(ema_decay=0.9), toy.data(), toy.held_out())
+
+
+def bandit():
+  return Case(toy.bandit)
+
+
+def bags(n=24, p=6, size=5):
+  """Bags of one to five patches, label by the mean of the first feature."""
+  from tmlib.mil import Bag, batch_bags
+
+  rng = np.random.default_rng(0)
+  found = []
+  for count in rng.integers(1, size + 1, n):
+    x = rng.normal(size=(count, p)).astype(np.float32)
+    found.append(Bag(features=x, mask=np.ones(count, bool)))
+  batch = batch_bags(found, size)
+  label = np.array([x.features[:, 0].mean() > 0 for x in found], np.int32)
+  return {'bag': jax.tree.map(np.asarray, batch), 'label': label}
+
+
+def poison_bags(batch):
+  bag = batch['bag']
+  features = jnp.where(bag.mask[..., None], bag.features, jnp.nan)
+  return batch | {'bag': bag.replace(features=features)}
+
+
+def abmil():
+  from tmlib import mil
+
+  build = mil.classification_method(
+    mil.ABMIL(num_classes=2, hidden=8), optax.adam(1e-2), num_classes=2
+  )
+  arrays = bags()
+  return Case(
+    build, train.array_data(arrays, 8), train.pass_data(arrays, 8), poison_bags
+  )
+
+
+SLOW = pytest.mark.slow
+CASES = {f.__name__: functools.cache(f) for f in (linear, noisy, bandit, abmil)}
+
+
+@pytest.fixture(params=sorted(CASES))
+def case(request):
+  return CASES[request.param]()
+
+
+class Started(NamedTuple):
+  """A method's compiled functions, a fresh state and one batch."""
+
+  method: train.Method
+  init: Callable[..., Any]
+  update: Callable[..., Any]
+  state: Any
+  batch: Any
+
+
+_STARTED: dict[Any, Started] = {}
+
+
+def start(case):
+  if case.build not in _STARTED:
+    method, batch, data = case.build(None), None, case.data
+    if data is not None:
+      batch = data.load(0, slice(0, data.batch_size))
+      batch = jax.tree.map(jnp.asarray, data.gather(data.resident, batch))
+    init, update = jax.jit(method.init), jax.jit(method.update)
+    state = init(jax.random.key(0), batch)
+    _STARTED[case.build] = Started(method, init, update, state, batch)
+  return _STARTED[case.build]
+
+
+def finite(tree):
+  for name, x in toy.flat(tree).items():
+    if np.issubdtype(x.dtype, np.floating):
+      assert np.isfinite(x).all(), name
+
+
+def test_shapes_are_stable_and_values_finite(case):
+  _, _, update, state, batch = start(case)
+  describe = lambda t: jax.tree.map(lambda x: (x.shape, str(x.dtype)), t)
+  before = describe(state)
+  for _ in range(3):
+    state, metrics = update(state, batch)
+    assert describe(state) == before
+  finite(state)
+  finite(metrics)
+  for value in metrics.values():
+    for x in value if isinstance(value, tuple) else (value,):
+      assert jnp.shape(x) == ()
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    # Without jit each operation compiles by itself, which takes its time.
+    name if name in ('linear', 'bandit') else pytest.param(name, marks=SLOW)
+    for name in sorted(CASES)
+  ],
+)
+def test_jit_equals_no_jit(name):
+  case = CASES[name]()
+  method, _, update, state, batch = start(case)
+  new, metrics = update(state, batch)
+  plain, plain_metrics = method.update(state, batch)
+  toy.assert_close(new, plain, case.atol)
+  toy.assert_close(metrics, jax.tree.map(jnp.asarray, plain_metrics), case.atol)
+
+
+def test_a_fresh_state_can_be_donated(case):
+  method, init, _, _, batch = start(case)
+  state = init(jax.random.key(1), batch)
+  jax.jit(method.update, donate_argnums=0)(state, batch)
+  assert all(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def test_vmap_over_keys_equals_a_loop(case):
+  method, init, update, _, batch = start(case)
+  keys = jax.random.split(jax.random.key(2), 3)
+  many = jax.vmap(lambda key: method.update(method.init(key, batch), batch))
+  together = jax.jit(many)(keys)
+  for i in (0, 2):
+    one = update(init(keys[i], batch), batch)
+    toy.assert_close(toy.pick(together, i), one, case.atol)
+
+
+def test_padding_never_changes_a_valid_output(case):
+  method, _, update, state, batch = start(case)
+  if case.passed is None:
+    pytest.skip('nothing to pad')
+  weight = batch['weight'].at[5:].set(0)
+  batch = batch | {'weight': weight}
+  # Padded examples may hold anything finite; padding inside one, even NaN.
+  other = jax.tree.map(lambda x: x.at[5:].set(x[:3][::-1]), batch)
+  other = other | {'weight': weight}
+  if case.pad is not None:
+    other = case.pad(other)
+  toy.assert_close(update(state, batch), update(state, other), case.atol)
+  evaluate = jax.jit(method.evaluate)
+  a, b = evaluate(state, batch), evaluate(state, other)
+  toy.assert_close(a['sums'], b['sums'], case.atol)
+  for name in a['outputs']:
+    np.testing.assert_allclose(
+      a['outputs'][name][:5], b['outputs'][name][:5], atol=case.atol
+    )
+
+
+def fit(case, steps=6, workdir=None, build=None, **options):
+  evaluations = {} if case.passed is None else {'passed': case.passed}
+  return train.fit(
+    build or case.build, case.data, steps=steps, workdir=workdir,
+    evaluations=evaluations, writers=[],
+    options=train.Options(log_every=3, **options),
+  )  # fmt: skip
+
+
+def test_resume_is_bitwise_and_one_trace_is_enough(case, tmp_path):
+  counts = {}
+  whole = fit(case, build=counting(case.build, counts))
+  assert set(counts.values()) == {1}
+  fit(case, 3, tmp_path)
+  resumed = fit(case, 6, tmp_path)
+  toy.assert_same(resumed.state, whole.state)
+  for name, (found,) in whole.evaluations.items():
+    toy.assert_same(resumed.evaluations[name][0].outputs, found.outputs)
+    finite(found.outputs)
+
+
+def test_per_device_mode_equals_jit(case):
+  if case.layout_dependent:
+    pytest.skip('by its nature')
+  a, b = fit(case), fit(case, parallel='pmap')
+  toy.assert_close(a.state, b.state, case.atol)
+  for name, (found,) in a.evaluations.items():
+    toy.assert_close(
+      found.outputs, b.evaluations[name][0].outputs, 2 * case.atol
+    )
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize('parallel', ['jit', 'pmap'])
+def test_it_compiles_for_a_tpu_slice(case, parallel):
+  if importlib.util.find_spec('libtpu') is None or not case.aot:
+    pytest.skip('libtpu is not installed')
+  from tmlib.train import aot
+
+  options = train.Options(parallel=parallel)
+  reports = aot.compile_for(case.build, case.data, 'v5e:2x2', options=options)
+  assert all(report.chips == 4 for report in reports.values())

@@ -14,6 +14,8 @@ bags, noise levels, ablations and steps), `:tiny` (seconds, to see that it
 runs).
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from tmlib.config import default_config
@@ -25,7 +27,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   """The config; `arg` is None or one of `ARGS`."""
   if arg is not None and arg not in ARGS:
     raise ValueError(f'unknown argument {arg!r}; allowed: {", ".join(ARGS)}')
-  config = default_config()
+  config: Any = default_config()
   config.experiment = 'capsule'
   config.models = (
     'gated_abmil', 'static', 'uniform', 'uniform_relax', 'tmevolve'

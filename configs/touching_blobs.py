@@ -13,6 +13,8 @@ patches of a real slide as well.
 Args after the colon: `:tiny` (seconds, to see that it runs).
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from tmlib.config import default_config
@@ -34,7 +36,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   """The config; `arg` is None or 'tiny'."""
   if arg not in (None, 'tiny'):
     raise ValueError(f'unknown argument {arg!r}; allowed: tiny')
-  config = default_config()
+  config: Any = default_config()
   config.experiment = 'touching_blobs'
   config.variants = VARIANTS
   config.data = ConfigDict(

@@ -25,16 +25,18 @@ fixed before its test bags were drawn; the last step is used and nothing was
 chosen on test bags. All models share width, steps of diffusion, readout and
 optimizer. `uniform` is plain diffusion, `uniform_relax` adds a learned
 nonlinear reaction, which makes it an ordinary graph network with shared
-weights; `static` and `gated_abmil` see no neighbours.
+weights; `static` and `gated_abmil` see no neighbours. Compare models at a point,
+not points: thickness also changes how many cells there are and how wide.
 """
 
 _CLAIM = """
 {ours} against {control}: its interval of the paired difference over bags lies
 above zero at {above} of {points} points, below at {below}. The mean difference
-over points is {gap:+.3f}, the largest {most:+.3f} ({most_at}), the least
-{least:+.3f} ({least_at}). One may conclude so much about this simulated task at
-this width and budget; not that real slides are of its kind, nor that a wider or
-nonlinear control could not close the gap (see the other columns).
+over points is {gap:+.3f}, the largest {most:+.3f}
+({most_at}), the least {least:+.3f} ({least_at}).
+One may conclude so much about this simulated task at this width and budget; not
+that real slides are of its kind, nor that a wider or nonlinear control could
+not close the gap (see the other columns).
 """
 
 _REGION_NOTE = """

@@ -8,7 +8,7 @@ slots of the graph, C classes.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,8 @@ __all__ = [
 ]
 
 SPLITS = ('train', 'validation', 'test')
+
+Array = jax.Array | np.ndarray
 
 # Name -> what it changes in TMEvolve. Each is reported under its name.
 VARIANTS: Mapping[str, dict[str, Any]] = {
@@ -110,13 +112,15 @@ def split_sizes(config) -> tuple[int, int, int]:
   return sizes
 
 
-def grid_graph(positions: np.ndarray, connectivity: int) -> PatchGraph:
+def grid_graph(
+  positions: np.ndarray, connectivity: Literal[4, 8]
+) -> PatchGraph:
   """The graph of one grid, in NumPy."""
   return ell_from_grid(positions, connectivity=connectivity)
 
 
 def grid_bag(
-  features: jax.Array, graph: PatchGraph, concepts: jax.Array | None = None
+  features: Array, graph: PatchGraph, concepts: Array | None = None
 ) -> Bag:
   """Bags that share one graph.
 

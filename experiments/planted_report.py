@@ -135,7 +135,7 @@ def _tracer(model: nn.Module) -> Callable[..., Any]:
 
   @jax.jit
   def apply(params, bag):
-    output = model.apply({'params': params}, bag, trace=True)
+    output: Any = model.apply({'params': params}, bag, trace=True)
     return output.logits, output.attention, output.extras
 
   return apply
@@ -241,7 +241,7 @@ def field_pictures(
   labels: np.ndarray,
   names: Sequence[str],
   seen: Mapping[str, np.ndarray],
-  shown: Sequence[int],
+  shown: np.ndarray,
   *,
   flux: bool,
 ) -> None:
@@ -256,7 +256,7 @@ def field_pictures(
     labels: [n].
     names: of the compartments.
     seen: what `trace` returns for these bags.
-    shown: bags to show, a row each.
+    shown: [m] int, bags to show, a row each.
     flux: whether the model has boundaries.
   """
   fields = ('regions', 'concepts', 'attention')

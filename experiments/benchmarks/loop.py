@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import jax
@@ -70,7 +71,7 @@ def timed(call: Callable[[], object]) -> float:
   return time.perf_counter() - start
 
 
-def bare(prepared: program.Program, loaded: object, steps: int) -> float:
+def bare(prepared: program.Program, loaded: Any, steps: int) -> float:
   """Seconds of `steps` compiled calls with two in flight."""
   state = prepared.init()
   flight = collections.deque()
@@ -168,7 +169,7 @@ def measure_prefetch(data: train.Data, steps: int, repeats: int) -> float:
 
 def main() -> None:
   """Prints the table."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description='Loop overhead.')
   parser.add_argument('--steps', type=int, default=2000)
   parser.add_argument('--repeats', type=int, default=9)
   options = parser.parse_args()

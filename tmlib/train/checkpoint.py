@@ -9,9 +9,10 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
@@ -304,7 +305,7 @@ def _flatten(tree: Any, convert) -> dict[str, Any]:
 
 
 def _is_key(leaf: Any) -> bool:
-  return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+  return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _key_data(leaf: Any) -> Any:
@@ -342,7 +343,8 @@ def load_params(workdir: str | Path, step: int | None = None) -> Any:
   """
   checkpoints = Checkpoints(Path(workdir) / 'checkpoints', read_only=True)
   try:
-    flat = checkpoints.arrays(checkpoints.latest if step is None else step)
+    newest = cast(int, checkpoints.latest)  # or it would not have opened
+    flat = checkpoints.arrays(newest if step is None else step)
   finally:
     checkpoints.close()
   averaged = any(name.startswith('ema_params/') for name in flat)

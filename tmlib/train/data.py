@@ -220,7 +220,7 @@ def run_data(
       f'weights have shape {weights.shape}, expected [runs, '
       f'{", ".join(map(str, arrays["weight"].shape))}]'
     )
-  present = weights.reshape(len(weights), n, -1).any(-1)
+  present = np.any(weights.reshape(len(weights), n, -1) != 0, axis=-1)
   members = [np.flatnonzero(row) for row in present]
   empty = [r for r, member in enumerate(members) if not len(member)]
   if empty:

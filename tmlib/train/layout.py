@@ -234,7 +234,7 @@ class Layout:
       return slice(0, batch_size)
     sharding = NamedSharding(self.mesh, P('data'))
     held = sharding.addressable_devices_indices_map((batch_size,)).values()
-    spans = [index[0].indices(batch_size)[:2] for index in held]
+    spans = [index[0].indices(batch_size)[:2] for index in held if index]
     return slice(min(s for s, _ in spans), max(s for _, s in spans))
 
   def replicate(self, tree: Any) -> Any:
@@ -300,8 +300,8 @@ class Layout:
     many = one
     if self.runs:
       # In per-device mode the run axis is manual, hence without a name here.
-      name = {} if self.axis_name(data) else {'spmd_axis_name': 'run'}
-      many = jax.vmap(one, (0, None, per_run), **name)
+      name = None if self.axis_name(data) else 'run'
+      many = jax.vmap(one, (0, None, per_run), spmd_axis_name=name)
     full = many
     if folds > 1:
 

@@ -8,7 +8,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -368,7 +368,7 @@ class _Session:
       self.checkpoints.save(state, meta)
 
 
-def _batches(program: Program, starts: range) -> Iterator[Any]:
+def _batches(program: Program, starts: range) -> Generator[Any, None, None]:
   """The loaded batch of each call, ahead of time where there is one."""
   if program.data is None:
     return (program.load(start) for start in starts)

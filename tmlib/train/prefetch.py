@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
@@ -12,7 +12,9 @@ __all__ = ['prefetch']
 _END = object()
 
 
-def prefetch(load: Callable[[Any], Any], items: Iterator[Any]) -> Iterator[Any]:
+def prefetch(
+  load: Callable[[Any], Any], items: Iterator[Any]
+) -> Generator[Any, None, None]:
   """Yields `load(item)` for each item, computed ahead by one thread.
 
   An error in `load` is raised at its place in the stream. Closing the iterator

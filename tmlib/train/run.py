@@ -8,7 +8,7 @@ import csv
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -90,18 +90,28 @@ def run(
   workdir = Path(workdir)
   experiment = make(config)
   _prepare(workdir)
-  if mode == 'train' and jax.process_index() == 0:
-    text = json.dumps(config.to_dict(), indent=2, default=str)
-    (workdir / 'config.json').write_text(text + '\n')
   if mode != 'report':
+    train: Any = config.train
     options = Options.from_config(
-      config.train, allow_config_change=allow_config_change
+      train, allow_config_change=allow_config_change
     )
-    if not _run_parts(experiment, config, options, workdir, mode):
+    if mode == 'train' and not (workdir / 'config.json').exists():
+      _write_config(config, workdir)
+    finished = _run_parts(experiment, config, options, workdir, mode)
+    if mode == 'train':
+      # Only now: a changed config that was refused must not replace it.
+      _write_config(config, workdir)
+    if not finished:
       return 0
   if mode in ('train', 'report'):
     _report(experiment, workdir)
   return 0
+
+
+def _write_config(config: ConfigDict, workdir: Path) -> None:
+  if jax.process_index() == 0:
+    text = json.dumps(config.to_dict(), indent=2, default=str)
+    (workdir / 'config.json').write_text(text + '\n')
 
 
 def _prepare(workdir: Path) -> None:
@@ -149,15 +159,16 @@ def _run_one(
     if experiment.predict is None:
       raise ValueError('this experiment has no data to predict on')
     evaluations = {'predict': experiment.predict}
-  steps = config.train.steps if experiment.steps is None else experiment.steps
-  runs = config.train.runs if experiment.runs is None else experiment.runs
+  train, seed = cast(Any, config.train), cast(int, config.seed)
+  steps = train.steps if experiment.steps is None else experiment.steps
+  runs = train.runs if experiment.runs is None else experiment.runs
   one = experiment.build is not None
   result = fit(
     experiment.build,
     experiment.data,
     steps=steps if one else None,
     stages=experiment.stages,
-    seed=config.seed,
+    seed=seed,
     runs=runs,
     evaluations=evaluations,
     summarize=None if mode == 'predict' else experiment.summarize,
@@ -229,7 +240,7 @@ def write_predictions(
           narrow |= {f'{name}_{i}': x for i, x in enumerate(flat.T)}
       lead = {'evaluation': evaluation} | ({'run': run} if runs else {})
       for i in range(len(one.outputs['weight'])):
-        row = lead | {k: v[i].item() for k, v in narrow.items()}
+        row: dict[str, Any] = lead | {k: v[i].item() for k, v in narrow.items()}
         if names is not None and 'id' in row:
           row['name'] = names[row['id']]
         rows.append(row)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
-import flax
+import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
@@ -156,6 +156,7 @@ def make_update(
     )
   if batch_coupled:
     loss_fn = _shared_loss(loss_fn, axis_name)
+  blend = 1 - (ema_decay or 0.0)
 
   def update(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
     key = jax.random.fold_in(state.key, state.step)
@@ -180,7 +181,7 @@ def make_update(
     ema_params = state.ema_params
     if ema_params is not None:
       ema_params = jax.tree.map(
-        lambda old, new: old + (1 - ema_decay) * (new - old), ema_params, params
+        lambda old, new: old + blend * (new - old), ema_params, params
       )
     skips = _count(
       state.skips,
@@ -265,7 +266,7 @@ def gradient_method(
   def build(axis_name: str | None) -> Method:
     update = make_update(loss_fn, optimizer, axis_name=axis_name, **options)
 
-    def init(key: jax.Array, batch: Batch | None = None) -> TrainState:
+    def init(key: jax.Array, batch: Any = None) -> TrainState:
       chex.assert_rank(jax.random.key_data(key), 1)
       params_key, key = jax.random.split(key)
       params = init_params(params_key, batch)
@@ -288,7 +289,7 @@ def gradient_method(
         skips=Skips(zero(), zero(), zero(), {name: zero() for name in names}),
       )
 
-    def evaluate_state(state: TrainState, batch: Batch | None) -> Evaluation:
+    def evaluate_state(state: TrainState, batch: Any) -> Evaluation:
       return evaluate(state.eval_params, batch)
 
     return Method(init, update, evaluate_state)

@@ -25,8 +25,8 @@ fixed before its test bags were drawn; the last step is used and nothing was
 chosen on test bags. All models share width, steps of diffusion, readout and
 optimizer. `uniform` is plain diffusion, `uniform_relax` adds a learned
 nonlinear reaction, which makes it an ordinary graph network with shared
-weights; `static` and `gated_abmil` see no neighbours. Compare models at a point,
-not points: thickness also changes how many cells there are and how wide.
+weights; `static` and `gated_abmil` see no neighbours. Compare models at one
+point, not points: thickness also changes how many cells there are and how wide.
 """
 
 _CLAIM = """

@@ -71,14 +71,16 @@ def bandit():
 
 
 def bags(n=24, p=6, size=5):
-  """Bags of one to five patches, label by the mean of the first feature."""
-  from tmlib.mil import Bag, batch_bags
+  """Strips of one to five patches, label by the mean of the first feature."""
+  from tmlib.mil import batch_bags, make_bag
+  from tmlib.reaction_diffusion import ell_from_grid
 
   rng = np.random.default_rng(0)
   found = []
   for count in rng.integers(1, size + 1, n):
     x = rng.normal(size=(count, p)).astype(np.float32)
-    found.append(Bag(features=x, mask=np.ones(count, bool)))
+    strip = np.stack([np.zeros(count, int), np.arange(count)], 1)
+    found.append(make_bag(x, graph=ell_from_grid(strip, connectivity=4)))
   batch = batch_bags(found, size)
   label = np.array([x.features[:, 0].mean() > 0 for x in found], np.int32)
   return {'bag': jax.tree.map(np.asarray, batch), 'label': label}
@@ -90,20 +92,32 @@ def poison_bags(batch):
   return batch | {'bag': bag.replace(features=features)}
 
 
-def abmil():
-  from tmlib import mil
+def bag_case(model):
+  from tmlib.mil import classification_method
 
-  build = mil.classification_method(
-    mil.ABMIL(num_classes=2, hidden=8), optax.adam(1e-2), num_classes=2
-  )
+  build = classification_method(model, optax.sgd(1e-2), num_classes=2)
   arrays = bags()
   return Case(
     build, train.array_data(arrays, 8), train.pass_data(arrays, 8), poison_bags
   )
 
 
+def abmil():
+  from tmlib.mil import ABMIL
+
+  return bag_case(ABMIL(num_classes=2, hidden=8, attention=4))
+
+
+def tmevolve():
+  from tmlib.reaction_diffusion import TMEvolve
+
+  model = TMEvolve(2, hidden=8, regions=2, num_concepts=2, steps=2, dropout=0.1)
+  return bag_case(model)
+
+
 SLOW = pytest.mark.slow
-CASES = {f.__name__: functools.cache(f) for f in (linear, noisy, bandit, abmil)}
+MAKERS = (linear, noisy, bandit, abmil, tmevolve)
+CASES = {f.__name__: functools.cache(f) for f in MAKERS}
 
 
 @pytest.fixture(params=sorted(CASES))

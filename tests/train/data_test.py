@@ -283,3 +283,29 @@ def test_a_grain_dataset_is_a_source():
   source = grain.MapDataset.source(Sequences()).map(lambda item: item)
   ours, theirs = stream(shuffle=False), stream(source=source, shuffle=False)
   toy.assert_same(ours.load(3, slice(0, 4)), theirs.load(3, slice(0, 4)))
+
+
+def test_packed_rows_of_runs():
+  """[R, n, S]: a run may hold out one part of a row and draw the other."""
+  arrays = {'x': np.zeros((4, 2, 3)), 'weight': np.ones((4, 2), np.float32)}
+  weights = np.ones((2, 4, 2))
+  weights[0, 1] = 0  # a whole row of the first run
+  weights[1, 2, 1] = 0  # half a row of the second
+  drawn = train.run_data(arrays, weights, 8)
+  batch = drawn.load(0, slice(0, drawn.batch_size))
+  assert batch['weight'].shape == (2, 8, 2)
+  real = batch['weight'].any(-1)
+  assert sorted(batch['index'][0][real[0]]) == [0, 2, 3]
+  assert sorted(batch['index'][1][real[1]]) == [0, 1, 2, 3]
+  row = np.flatnonzero(real[1] & (batch['index'][1] == 2))[0]
+  np.testing.assert_array_equal(batch['weight'][1, row], [1, 0])
+
+  tested = train.pass_data(arrays, 4, run_weights=1 - weights)
+  batch = tested.load(0, slice(0, 4))
+  np.testing.assert_array_equal(batch['weight'], 1 - weights)
+  found = tested.gather(
+    {k: jnp.asarray(v) for k, v in tested.resident.items()},
+    {k: v[1] for k, v in batch.items()},
+  )
+  np.testing.assert_array_equal(found['weight'], 1 - weights[1])
+  np.testing.assert_array_equal(found['id'], np.arange(8).reshape(4, 2))

@@ -292,3 +292,27 @@ def test_nothing_is_caught_or_kept_without_a_workdir(tmp_path, monkeypatch):
   assert during[1] is not before
   assert signal.getsignal(signal.SIGTERM) is before
   assert [p.name for p in tmp_path.iterdir()] == ['run']
+
+
+def test_a_state_may_keep_arrays_of_its_data():
+  """The step donates its state, and must not delete the data with it."""
+  data = train.Data(
+    load=lambda step, rows: {'index': np.arange(8)[rows]},
+    batch_size=8,
+    fingerprint={},
+    resident={'x': np.arange(8.0, dtype=np.float32)},
+    gather=lambda resident, batch: resident,
+  )
+
+  def build(axis_name):
+    del axis_name
+    init = lambda key, batch: {'first': batch['x'], 'again': batch['x']}
+    update = lambda state, batch: (
+      {'first': state['first'] + batch['x'], 'again': state['again']},
+      {},
+    )
+    return train.Method(init, update, lambda state, batch: {})
+
+  result = train.fit(build, data, steps=3)
+  np.testing.assert_array_equal(result.state['first'], 4 * np.arange(8))
+  np.testing.assert_array_equal(result.state['again'], np.arange(8))

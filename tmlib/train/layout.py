@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -265,18 +264,14 @@ class Layout:
       per_run = 0 if data is not None and data.per_run else None
       return jax.vmap(one, (0, per_run))(keys, batch)
 
-    def fresh(resident, batch):
-      # A state that holds a batch's array must not share it: it is donated.
-      return jax.tree.map(jnp.copy, init(resident, batch))
-
-    shapes = jax.eval_shape(fresh, resident, batch)
+    shapes = jax.eval_shape(init, resident, batch)
     shardings = self.state_shardings(shapes)
     shapes = jax.tree.map(
       lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
       shapes,
       shardings,
     )
-    function = jax.jit(fresh, out_shardings=shardings)
+    function = jax.jit(init, out_shardings=shardings)
     return shapes, lambda: function(resident, batch)
 
   def step(self, method: Method, data: Data | None, shapes: Any, folds: int):

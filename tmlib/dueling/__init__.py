@@ -31,7 +31,12 @@ from tmlib.dueling.method import SimulationState, bandit_method, play
 from tmlib.dueling.nsw import Solution, maximize_welfare, solve_nsw
 from tmlib.dueling.planning import Plan, plan, preference_from_scores
 from tmlib.dueling.policies import POLICIES
-from tmlib.dueling.pooling import VotePreferences, from_votes, pool_users
+from tmlib.dueling.pooling import (
+  VotePreferences,
+  beta_strength,
+  from_votes,
+  pool_users,
+)
 from tmlib.dueling.regret import Regret
 from tmlib.dueling.theory import (
   Bound,
@@ -73,6 +78,7 @@ __all__ = [
   'VotePreferences',
   'Votes',
   'bandit_method',
+  'beta_strength',
   'bootstrap_votes',
   'borda_estimate',
   'borda_scores',

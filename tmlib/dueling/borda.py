@@ -100,17 +100,19 @@ def tally_votes(
   Returns:
     The tally.
   """
+  pairs = jnp.asarray(pairs)
+  outcomes = jnp.asarray(outcomes, jnp.result_type(float))
   chex.assert_shape(pairs, (None, 2))
   chex.assert_rank(outcomes, 2)
   chex.assert_equal_shape_prefix([pairs, outcomes], 1)
-  outcomes = jnp.asarray(outcomes, jnp.result_type(float))
   if answered is None:
     answered = jnp.ones(outcomes.shape, bool)
+  answered = jnp.asarray(answered)
   users = outcomes.shape[1]
   left = jnp.where(answered, outcomes, 0).T
   right = jnp.where(answered, 1 - outcomes, 0).T
   seen = answered.T.astype(outcomes.dtype)
-  x, y = jnp.asarray(pairs).T
+  x, y = pairs.T
   zeros = jnp.zeros((users, num_arms, num_arms), outcomes.dtype)
   wins = zeros.at[:, x, y].add(left).at[:, y, x].add(right)
   counts = zeros.at[:, x, y].add(seen).at[:, y, x].add(seen)

@@ -40,9 +40,9 @@ __all__ = [
   'solve_nsw',
 ]
 
-# Scores are raised to this inside the Nash kinds: true scores are >= 0, so the
-# floor only repairs estimates, by no more than their own error plus the floor.
-FLOOR = 1e-6
+# Scores are raised to this inside the Nash kinds: true scores are >= 0, so it
+# only repairs estimates, by no more than their own error.
+FLOOR = 0.0
 
 
 class Solution(NamedTuple):
@@ -123,8 +123,14 @@ def _pairwise_frank_wolfe(
     gap = scores(new).max() - 1
     return new, gap, (new != pi).any(), step + 1
 
-  # Start at the best single arm: with one user this is the answer already.
-  start = jax.nn.one_hot(jnp.log(b).mean(0).argmax(), arms, dtype=b.dtype)
+  # Start at the best single arm, or in the middle where every arm is worthless
+  # to somebody (log 0).
+  single = jnp.log(b).mean(0)
+  start = jnp.where(
+    jnp.isfinite(single.max()),
+    jax.nn.one_hot(single.argmax(), arms, dtype=b.dtype),
+    jnp.full(arms, 1 / arms, b.dtype),
+  )
   carry = (start, scores(start).max() - 1, jnp.bool_(True), jnp.int32(0))
   return jax.lax.while_loop(unfinished, body, carry)[0]
 
@@ -185,7 +191,7 @@ def solve_nsw(
 
   Args:
     b: [N, K] float, Borda scores or their estimates; the Nash kinds use
-      max(b, 1e-6).
+      max(b, 0).
     kind: one of `welfare.KINDS`.
     tol: stops at this log-welfare gap; None: 1e-10 in float64, 2e-6 in float32.
     max_steps: largest number of Frank-Wolfe steps.

@@ -5,9 +5,11 @@ them 1/2 for both sides, 'drop' removes them.
 
 Ratings become comparisons of groups of items (genres, brands): for a user who
 rated n_a items of group a and n_b of group b, every pair of them is a duel, and
-the share won by a is the Mann-Whitney statistic. Its pairs share items, so it
-is worth about n_a n_b / (n_a + n_b - 1) independent votes, and is stored as
-such.
+the share won by a is the Mann-Whitney statistic. Its pairs share items and ties
+are common, so its variance is that of
+  c = 3 n_a n_b / ((n_a + n_b + 1) (1 - sum_r (t_r^3 - t_r) / (n^3 - n)))
+independent votes between equals, n = n_a + n_b, t_r of them with rating r; it
+is stored as so many votes (the tie factor is kept above 1/4).
 
 Axes: V votes, N users, K arms, R rating levels.
 """
@@ -102,11 +104,13 @@ def read_votes(
   if not known.all():
     row = int(np.argmin(known))
     raise ValueError(
-      f"winner {winner[row]!r} in row {row} must be 'left', 'right' or 'tie'"
-    )
+      f"winner {str(winner[row])!r} in row {row} must be 'left', 'right' or
+    'tie'" )
   if (left == right).any():
     row = int(np.argmax(left == right))
-    raise ValueError(f'row {row} compares {left[row]!r} with itself; drop it')
+    raise ValueError(
+      f'row {row} compares {str(left[row])!r} with itself; drop it'
+    )
   users, user = np.unique(user, return_inverse=True)
   arms, both = np.unique(np.concatenate([left, right]), return_inverse=True)
   left, right = both[: len(left)], both[len(left) :]
@@ -115,7 +119,7 @@ def read_votes(
   votes = np.bincount(user[keep], minlength=len(users))
   if (votes == 0).any():
     raise ValueError(
-      f'user {users[int(np.argmin(votes))]!r} has no vote but ties; use '
+      f'user {str(users[int(np.argmin(votes))])!r} has no vote but ties; use '
       "ties='half' or remove the user"
     )
   return Votes(
@@ -205,8 +209,8 @@ def tally_ratings(
     levels: [R], the rating scale, ascending.
 
   Returns:
-    The tally, float64 [N, K, K] each, in effective votes: counts are
-    n_a n_b / (n_a + n_b - 1), zero where a user rated nothing of a group.
+    The tally, float64 [N, K, K] each, in effective votes (module docstring);
+    zero where a user rated nothing of a group.
 
   Raises:
     ValueError: a rating outside the scale, or arrays that do not match.
@@ -232,7 +236,10 @@ def tally_ratings(
   size = histogram.sum(1)
   pairs = size[:, :, None] * size[:, None, :]
   rate = won / np.where(pairs > 0, pairs, 1)
-  worth = size[:, :, None] + size[:, None, :] - 1
-  counts = np.where(pairs > 0, pairs / np.maximum(worth, 1), 0)
+  total = size[:, :, None] + size[:, None, :]
+  tied = histogram[:, :, :, None] + histogram[:, :, None, :]
+  cubes = np.maximum(total**3 - total, 1)
+  spread = 1 - (tied**3 - tied).sum(1) / cubes
+  counts = 3 * pairs / ((total + 1) * np.maximum(spread, 0.25))
   counts *= 1 - np.eye(arms)
   return borda.Tally(rate * counts, counts)

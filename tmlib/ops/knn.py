@@ -21,11 +21,13 @@ def _nearest(
   order of summation decides a tie.
   """
   n = len(features)
-  norms = np.einsum('np,np->n', features, features)
+  # Centred for the products only: it would round differences that are exact.
+  centred = features - features.mean(0)
+  norms = np.einsum('np,np->n', centred, centred)
   tails, heads = [], []
   for start in range(0, n, chunk):
     rows = np.arange(start, min(start + chunk, n))
-    squared = norms[rows, None] + norms - 2 * features[rows] @ features.T
+    squared = norms[rows, None] + norms - 2 * centred[rows] @ centred.T
     squared[np.arange(len(rows)), rows] = np.inf
     limit = np.partition(squared, k - 1, axis=1)[:, k - 1]
     margin = 1e-12 * (norms[rows] + norms.max() + limit)
@@ -91,7 +93,7 @@ def knn_graph(
   if near < 1:
     empty = np.zeros(0, np.int64)
     return table(empty, empty, n, k if mutual else 1)
-  tail, head = _nearest(features - features.mean(0), near, chunk)
+  tail, head = _nearest(features, near, chunk)
   keys, count = np.unique(
     np.concatenate([tail * n + head, head * n + tail]), return_counts=True
   )

@@ -104,8 +104,9 @@ def read_votes(
   if not known.all():
     row = int(np.argmin(known))
     raise ValueError(
-      f"winner {str(winner[row])!r} in row {row} must be 'left', 'right' or
-    'tie'" )
+      f'winner {str(winner[row])!r} in row {row} must be '
+      "'left', 'right' or 'tie'"
+    )
   if (left == right).any():
     row = int(np.argmax(left == right))
     raise ValueError(

@@ -73,7 +73,8 @@ def jax_pass(model: str, ij: np.ndarray, x: np.ndarray, args) -> Any:
     params, moments = state
 
     def loss(params):
-      return jax.nn.logsumexp(net.apply(params, bag).logits[0]) - 1
+      output: Any = net.apply(params, bag)
+      return jax.nn.logsumexp(output.logits[0]) - 1
 
     value, grad = jax.value_and_grad(loss)(params)
     updates, moments = optimizer.update(grad, moments)
@@ -97,8 +98,8 @@ def jax_pass(model: str, ij: np.ndarray, x: np.ndarray, args) -> Any:
 
 def torch_pass(ij: np.ndarray, x: np.ndarray, args) -> Any:
   """The same for torchmil's PatchGCN, with a normalised sparse adjacency."""
-  import torch
-  from torchmil.models import PatchGCN
+  import torch  # pyright: ignore[reportMissingImports]
+  from torchmil.models import PatchGCN  # pyright: ignore[reportMissingImports]
 
   from tmlib.ops.graph import ell_from_grid
 
@@ -181,7 +182,9 @@ def main() -> None:
   slides = (
     pathlib.Path(default).glob('data/kirc_graph/*.csv') if default else ()
   )
-  parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+  parser = argparse.ArgumentParser(
+    description='Time and memory of one training pass of TMEvolve.'
+  )
   parser.add_argument('--patches', type=int, default=13472)
   parser.add_argument('--features', type=int, default=1024)
   parser.add_argument('--hidden', type=int, default=128)

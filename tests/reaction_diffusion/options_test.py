@@ -81,6 +81,7 @@ def test_rows_of_concepts_are_normalised_with_a_warning():
   with pytest.warns(UserWarning, match='normalising'):
     model = rd.TMEvolve(concept_mode='projected', concept_matrix=2 * np.eye(3))
   np.testing.assert_allclose(model.concept_matrix, np.eye(3))
+  assert hash(model) == hash(model.clone())
 
 
 def test_graph_wider_than_the_normaliser():

@@ -6,7 +6,6 @@ Axes: ... leading axes, N patches (padded), K slots, S bags packed in a row, R
 regions, D channels, M concepts.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -194,16 +193,14 @@ def _edge_sum(
   """sum_k w_ik norm(x[nbr_ik] - x_i), slot by slot: no [N, K, D] array."""
   # A table of one slot has no opposite edges, so it has no derivative either.
   values, weights = jax.lax.stop_gradient((values, weights))
-  total = jnp.zeros(values.shape[:-1], values.dtype)
-  for k in range(graph.num_slots):
-    slot = dataclasses.replace(
-      graph,
-      **{
-        name: getattr(graph, name)[..., k : k + 1]
-        for name in ('nbr', 'emask', 'rev')
-      },
-    )
-    near = ell_spmm(slot, jnp.ones_like(weights[..., :1]), values)
-    flux = weights[..., k] * norm(near - values)
-    total += jnp.where(graph.emask[..., k], flux, 0)
-  return total
+  first = lambda x: jnp.moveaxis(jnp.asarray(x), -1, 0)[..., None]
+
+  def slot(total, columns):
+    edges, weight = columns
+    near = ell_spmm(edges, jnp.ones_like(weight), values)
+    flux = weight[..., 0] * norm(near - values)
+    return total + jnp.where(edges.emask[..., 0], flux, 0), None
+
+  start = jnp.zeros(values.shape[:-1], values.dtype)
+  slots = jax.tree.map(first, (graph, weights))
+  return jax.lax.scan(slot, start, slots)[0]

@@ -149,15 +149,16 @@ def make_dynamics(coefficients: Coefficients, graph: PatchGraph) -> Dynamics:
   c = coefficients
   rate = stiffness(c.reaction) * jnp.asarray(c.lam)
 
-  def outflow_of(alpha, eta):
-    total = 0.0
+  def outflow_of(alpha, eta) -> jax.Array:
+    total = jnp.zeros((), c.alpha.dtype)
     for weights, gain in ((c.intra, alpha), (c.boundary, eta)):
       if weights is not None:
-        total += row_sum(weights, graph) * align(gain, weights.ndim)
+        total = total + row_sum(weights, graph) * align(
+          jnp.asarray(gain), weights.ndim
+        )
     return total
 
   def transport(fields):
-    # A flux of concepts is a flux even when H hears nothing of it.
     h = _diffuse(c, c.alpha, c.eta, fields.hidden, graph)
     if c.velocity is not None:
       h += advection(c.velocity, fields.hidden, graph)
@@ -175,11 +176,11 @@ def make_dynamics(coefficients: Coefficients, graph: PatchGraph) -> Dynamics:
 
   outflow_h = outflow_of(c.alpha, c.eta)
   if c.velocity is not None:
-    outflow_h += row_sum(jnp.maximum(c.velocity, 0), graph)
+    outflow_h = outflow_h + row_sum(jnp.maximum(c.velocity, 0), graph)
   return Dynamics(
     transport=transport,
     outflow=Fields(outflow_h, outflow_of(c.alpha_z, c.eta_z)),
-    rate=Fields(rate, 0.0),
+    rate=Fields(rate, jnp.zeros_like(rate)),
     target=lambda fields: fields._replace(hidden=_target(c, fields.hidden)),
     force=force,
     symmetric=c.velocity is None,
@@ -247,12 +248,12 @@ def sharp_tau(coefficients: Coefficients, graph: PatchGraph) -> jax.Array:
 
 def _diffuse(c, alpha, eta, values, graph):
   """Both diffusions, alpha Delta^a U + eta Delta^b U; gains [] or [D]."""
-  gains = [jnp.broadcast_to(g, values.shape[-1:]) for g in (alpha, eta)]
   if c.intra is not None and c.boundary is not None:
-    return ell_diffuse2(graph, c.intra, c.boundary, *gains, values)
-  for weights, gain in zip((c.intra, c.boundary), gains, strict=True):
+    return ell_diffuse2(graph, c.intra, c.boundary, alpha, eta, values)
+  for weights, gain in ((c.intra, alpha), (c.boundary, eta)):
     if weights is not None:
-      return align(gain, values.ndim) * laplacian(weights, values, graph)
+      gain = align(jnp.asarray(gain), values.ndim)
+      return gain * laplacian(weights, values, graph)
   return jnp.zeros_like(values)
 
 

@@ -79,10 +79,9 @@ def evolve(
     raise ValueError(f'steps={steps} must be >= 0; 0 is the static model')
   lookup = coefficients if callable(coefficients) else lambda _: coefficients
   if not callable(coefficients) and isinstance(tau, int | float):
-    known = not isinstance(coefficients.lam, jax.core.Tracer)
     check_tau(
       tau,
-      float(coefficients.lam) if known else 0.0,
+      _known(coefficients.lam),
       reaction=coefficients.reaction,
       flux='symmetric' if coefficients.velocity is None else 'upwind',
       integrator=integrator,
@@ -111,7 +110,7 @@ def evolve(
   if remat:
     step = jax.checkpoint(step, prevent_cse=False)
   final, seen = jax.lax.scan(step, fields, None, length=steps)
-  if not trace:
+  if seen is None:
     return final, None
   observed, residual = seen
   last = _observe(final, lookup(final), graph)
@@ -119,7 +118,15 @@ def evolve(
   return final, Trace(*map(join, observed, last), residual=residual)
 
 
-def _observe(fields, coefficients, graph):
+def _known(lam: jax.Array | float) -> float:
+  """The rate, or the least that it can be where it is being traced."""
+  try:
+    return float(lam)
+  except jax.errors.ConcretizationTypeError:
+    return 0.0
+
+
+def _observe(fields: Fields, coefficients: Coefficients, graph: PatchGraph):
   """Flux and energies of one state."""
   if coefficients.boundary is None:
     flux = jnp.zeros_like(fields.hidden[..., 0])

@@ -37,7 +37,8 @@ class ConceptLayer(nn.Module):
   Attributes:
     mode: 'similarity', 'projected', 'learned' or 'none', see `TMEvolve`.
     num_concepts: M of mode 'learned'.
-    matrix: [M, Q], unit rows, of 'similarity' and 'projected'.
+    matrix: [M, Q], unit rows, of 'similarity' and 'projected'; tuples keep the
+      module hashable.
     activation: 'softmax' or 'sigmoid'.
     dtype: of the large products.
     param_dtype: of the parameters.
@@ -85,7 +86,7 @@ class ConceptLayer(nn.Module):
 
   def _similarity(self, bag, features, mask):
     if self.mode == 'projected':
-      embeddings = self._linear(self.matrix.shape[1], 'map')(features)
+      embeddings = self._linear(len(self.matrix[0]), 'map')(features)
     else:
       embeddings = bag.features if bag.concepts is None else bag.concepts
       # Raises on a text space of another size.

@@ -152,7 +152,9 @@ class TMEvolve(nn.Module):
   def __post_init__(self):
     check_options(self)
     if self.concept_matrix is not None:
-      self.concept_matrix = check_concept_matrix(self.concept_matrix)
+      matrix = check_concept_matrix(self.concept_matrix)
+      # Tuples, so that the module stays hashable.
+      self.concept_matrix = tuple(map(tuple, matrix.tolist()))
     super().__post_init__()
 
   @nn.compact
@@ -253,7 +255,7 @@ class TMEvolve(nn.Module):
         f'steps={self.steps} needs a patch graph but bag.graph is None; build '
         'one with tmlib.ops.graph (ell_from_grid, knn_graph), or set steps=0'
       )
-    if self.steps > 0 and self.degree is not None:
+    if self.steps > 0 and bag.graph is not None and self.degree is not None:
       slots = bag.graph.nbr.shape[-1]
       if slots > self.degree:
         raise ValueError(
@@ -377,10 +379,10 @@ class TMEvolve(nn.Module):
     if self.reassign == 'every_step':
       regions = assign(fields)
       seen = conduct(fields, regions)[1]
-    if not trace:
+    if path is None:
       return fields, regions, {}
     lead = start.hidden.ndim - 2
-    extras = {
+    extras: dict[str, Any] = {
       name: jnp.moveaxis(value, 0, lead)
       for name, value in path._asdict().items()
     }

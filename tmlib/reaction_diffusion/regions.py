@@ -131,12 +131,15 @@ def assign_regions(
     return jnp.where(jnp.any(member, -1, keepdims=True), s, 0)
 
   regions = soft(prototypes)
-  for _ in range(refine_iters if params.update is not None else 0):
+  update = params.update
+  for _ in range(refine_iters):
+    if update is None:
+      break
     share = member_f[..., None] * regions[..., None, :]
     mass = patch_sum(jnp.sum(share, -3), axis_name)
     total = jnp.einsum('...nsr,...nd->...srd', share, hidden)
     centroid = patch_sum(total, axis_name) / (mass + _EPS)[..., None]
-    prototypes = prototypes + (centroid - prototypes) @ params.update
+    prototypes = prototypes + (centroid - prototypes) @ update
     regions = soft(prototypes)
   if graph is None:
     return regions

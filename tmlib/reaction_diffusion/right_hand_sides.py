@@ -56,7 +56,7 @@ def attention_weights(
   dim = queries.shape[-1]
   if heads < 1 or dim % heads:
     raise ValueError(f'heads={heads} must be >= 1 and divide D={dim}')
-  total = 0.0
+  total = jnp.zeros(graph.nbr.shape, queries.dtype)
   for q, k in zip(
     jnp.split(queries, heads, -1), jnp.split(keys, heads, -1), strict=True
   ):

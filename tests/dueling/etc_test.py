@@ -207,6 +207,7 @@ def test_greedy_epochs_cover_the_horizon():
     greedy.greedy_epochs(8, 2, 1000, scale=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('feedback', ['all', 'one'])
 def test_greedy_learns(feedback):
   env = instances.hard_instance(jax.random.key(0), 4, 2, 0.3, feedback=feedback)

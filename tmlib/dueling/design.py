@@ -77,7 +77,8 @@ def optimal_design(
 ) -> Design:
   """D- and G-optimal design over candidate rows.
 
-  NumPy input is solved in float64, a jax array in its own dtype.
+  NumPy input is solved in float64 and gives NumPy back; a jax array is solved in
+  its own dtype.
 
   Args:
     phi: [M, D] float, features of the candidate pairs; they must span R^D.
@@ -110,7 +111,8 @@ def optimal_design(
     return _frank_wolfe(phi, tol, max_steps)
   with jax.enable_x64(True):
     rows = jnp.asarray(np.asarray(phi, np.float64))
-    return _frank_wolfe(rows, tol, max_steps)
+    found = _frank_wolfe(rows, tol, max_steps)
+  return Design(*map(np.asarray, found))
 
 
 def round_design(weights: Any, rounds: int) -> np.ndarray:

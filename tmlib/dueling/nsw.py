@@ -187,7 +187,7 @@ def solve_nsw(
   """Finds the lottery of greatest welfare and certifies it.
 
   NumPy input (or nested lists) is solved in float64, whatever the caller's
-  precision; a jax array is solved in its own dtype.
+  precision, and gives NumPy back; a jax array is solved in its own dtype.
 
   Args:
     b: [N, K] float, Borda scores or their estimates; the Nash kinds use
@@ -222,7 +222,10 @@ def solve_nsw(
       )
   if not isinstance(b, jax.Array):
     with jax.enable_x64(True):
-      return maximize_welfare(
+      found = maximize_welfare(
         jnp.asarray(np.asarray(b, np.float64)), kind, tol, max_steps
       )
+    # Back to NumPy: float64 jax arrays lose their precision in the next
+    # operation outside the context.
+    return Solution(*map(np.asarray, found))
   return maximize_welfare(b, kind, tol, max_steps)

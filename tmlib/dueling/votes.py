@@ -128,8 +128,8 @@ def read_votes(
     left[keep],
     right[keep],
     outcome[keep],
-    tuple(users),
-    tuple(arms),
+    tuple(users.tolist()),
+    tuple(arms.tolist()),
   )
 
 

@@ -115,13 +115,25 @@ def tmevolve():
   return bag_case(model)
 
 
-SLOW = pytest.mark.slow
 MAKERS = (linear, noisy, bandit, abmil, tmevolve)
 CASES = {f.__name__: functools.cache(f) for f in MAKERS}
+# Their checks that compile once more than the others are slow tests.
+HEAVY = ('abmil', 'tmevolve')
+NAMES = [
+  pytest.param(name, marks=pytest.mark.slow) if name in HEAVY else name
+  for name in sorted(CASES)
+]
 
 
 @pytest.fixture(params=sorted(CASES))
 def case(request):
+  """Every method."""
+  return CASES[request.param]()
+
+
+@pytest.fixture(params=NAMES)
+def light_case(request):
+  """Every method, the heavy ones where slow tests are asked for."""
   return CASES[request.param]()
 
 
@@ -170,16 +182,8 @@ def test_shapes_are_stable_and_values_finite(case):
       assert jnp.shape(x) == ()
 
 
-@pytest.mark.parametrize(
-  'name',
-  [
-    # Without jit each operation compiles by itself, which takes its time.
-    name if name in ('linear', 'bandit') else pytest.param(name, marks=SLOW)
-    for name in sorted(CASES)
-  ],
-)
-def test_jit_equals_no_jit(name):
-  case = CASES[name]()
+def test_jit_equals_no_jit(light_case):
+  case = light_case
   method, _, update, state, batch = start(case)
   new, metrics = update(state, batch)
   plain, plain_metrics = method.update(state, batch)
@@ -187,14 +191,16 @@ def test_jit_equals_no_jit(name):
   toy.assert_close(metrics, jax.tree.map(jnp.asarray, plain_metrics), case.atol)
 
 
-def test_a_fresh_state_can_be_donated(case):
+def test_a_fresh_state_can_be_donated(light_case):
+  case = light_case
   method, init, _, _, batch = start(case)
   state = init(jax.random.key(1), batch)
   jax.jit(method.update, donate_argnums=0)(state, batch)
   assert all(x.is_deleted() for x in jax.tree.leaves(state))
 
 
-def test_vmap_over_keys_equals_a_loop(case):
+def test_vmap_over_keys_equals_a_loop(light_case):
+  case = light_case
   method, init, update, _, batch = start(case)
   keys = jax.random.split(jax.random.key(2), 3)
   many = jax.vmap(lambda key: method.update(method.init(key, batch), batch))
@@ -257,9 +263,7 @@ def test_per_device_mode_equals_jit(case):
     )
 
 
-@pytest.mark.aot
-@pytest.mark.parametrize('parallel', ['jit', 'pmap'])
-def test_it_compiles_for_a_tpu_slice(case, parallel):
+def compiles(case, parallel):
   if importlib.util.find_spec('libtpu') is None or not case.aot:
     pytest.skip('libtpu is not installed')
   from tmlib.train import aot
@@ -267,3 +271,13 @@ def test_it_compiles_for_a_tpu_slice(case, parallel):
   options = train.Options(parallel=parallel)
   reports = aot.compile_for(case.build, case.data, 'v5e:2x2', options=options)
   assert all(report.chips == 4 for report in reports.values())
+
+
+@pytest.mark.aot
+def test_it_compiles_for_a_tpu_slice(case):
+  compiles(case, 'jit')
+
+
+@pytest.mark.aot
+def test_it_compiles_per_device_for_a_tpu_slice(light_case):
+  compiles(light_case, 'pmap')

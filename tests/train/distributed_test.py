@@ -85,11 +85,6 @@ def test_two_processes_give_the_numbers_of_one(folder, single, parallel):
   assert_file(folder / f'{parallel}.npz', single)
 
 
-def test_folded_steps_too(folder, single):
-  every = {name: single[name][4::5] for name in ('loss', 'abs')}
-  assert_file(folder / 'folded.npz', single | every)
-
-
 def test_one_begins_and_two_end(folder, single):
   later = {name: single[name][20:] for name in ('loss', 'abs')}
   assert_file(folder / 'ended.npz', single | later)
@@ -108,7 +103,10 @@ def test_runs_over_processes(folder):
   assert_file(folder / 'run_axis.npz', want)
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+  'number',
+  [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+)
 def test_a_signal_to_one_stops_both_at_the_same_step(tmp_path, number):
   processes = start('interrupted', tmp_path)
   metrics = tmp_path / 'metrics.jsonl'

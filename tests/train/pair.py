@@ -65,7 +65,6 @@ def agree(workdir):
   """All comparisons of one pair of processes."""
   for parallel in ('jit', 'pmap'):
     save(workdir, parallel, numbers(parallel=parallel))
-  save(workdir, 'folded', numbers(steps_per_call=5, log_every=5))
   # What one process began ends here, and the other way round.
   save(workdir, 'ended', numbers(f'{workdir}/begun_by_one', parallel='pmap'))
   numbers(f'{workdir}/begun_by_two', steps=20)

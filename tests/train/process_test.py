@@ -151,7 +151,7 @@ def test_an_error_in_loading_ends_the_process(started):
   assert 0 <= ended - raised < 10
 
 
-def test_signals_save_and_exit_cleanly_and_the_cache_hits(tmp_path):
+def test_signals_end_a_run_that_profiles_and_caches(tmp_path):
   workdir, cache = tmp_path / 'run', tmp_path / 'cache'
   found, last = [], 0
   for number in (signal.SIGTERM, signal.SIGINT):
@@ -168,6 +168,7 @@ def test_signals_save_and_exit_cleanly_and_the_cache_hits(tmp_path):
   assert found[0]['hits'] == 0
   assert found[0]['misses'] >= 3
   assert found[1]['hits'] >= 2  # the step and the evaluation
+  assert list((workdir / 'profile').rglob('*.xplane.pb'))
   assert_resumes_exactly(workdir, tmp_path, last + 7)
 
 

@@ -54,15 +54,15 @@ def alone(run, data, evaluations=None):
 
 
 @pytest.mark.parametrize(
-  ('runs', 'options'),
+  ('runs', 'shared', 'options'),
   [
-    (5, dict()),  # five runs on four devices
-    (3, dict(parallel='pmap', mesh=(2, 2, 1))),
-    (3, dict(mesh=(2, 2, 1), steps_per_call=4)),
+    (5, False, dict()),  # five runs on four devices
+    (3, False, dict(parallel='pmap', mesh=(2, 2, 1))),
+    (3, True, dict(mesh=(2, 2, 1), steps_per_call=4)),
+    (3, True, dict(parallel='pmap', mesh=(2, 2, 1))),
   ],
 )
-@pytest.mark.parametrize('shared', [False, True])
-def test_runs_equal_separate_fits(runs, options, shared):
+def test_runs_equal_separate_fits(runs, shared, options):
   weights = folds(runs)
   data = toy.data() if shared else run_stream(weights)
   held = train.pass_data(toy.arrays(), 8, run_weights=1 - weights)

@@ -52,7 +52,7 @@ def interrupted(workdir, cache=''):
   events = []
   jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
   data = slowly(toy.data())
-  result = fit(workdir, data=data, compilation_cache=cache)
+  result = fit(workdir, data=data, compilation_cache=cache, profile=(2, 4))
   hits = events.count('/jax/compilation_cache/cache_hits')
   misses = events.count('/jax/compilation_cache/cache_misses')
   say(status=result.status, step=result.step, hits=hits, misses=misses)

@@ -120,7 +120,10 @@ class TensorBoardWriter:
     import tensorboardX
 
     self._writer = tensorboardX.SummaryWriter(
-      str(path), purge_step=resume_step + 1
+      str(path),
+      purge_step=resume_step + 1,
+      # Files are named by the second; a quick restart must not overwrite one.
+      filename_suffix=f'.{resume_step:012d}',
     )
 
   def write(self, step: int, metrics: Mapping[str, Value]) -> None:

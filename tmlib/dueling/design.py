@@ -77,8 +77,8 @@ def optimal_design(
 ) -> Design:
   """D- and G-optimal design over candidate rows.
 
-  NumPy input is solved in float64 and gives NumPy back; a jax array is solved in
-  its own dtype.
+  NumPy input is solved in float64 and gives NumPy back; a jax array is solved
+  in its own dtype.
 
   Args:
     phi: [M, D] float, features of the candidate pairs; they must span R^D.

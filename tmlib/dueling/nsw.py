@@ -140,7 +140,7 @@ def maximize_welfare(
   b: jax.Array,
   kind: str = 'geometric',
   tol: float | None = None,
-  max_steps: int = 10_000,
+  max_steps: int | None = None,
 ) -> Solution:
   """`solve_nsw` without checks, in the dtype of `b`; for use under a trace.
 
@@ -149,7 +149,8 @@ def maximize_welfare(
     kind: one of `welfare.KINDS` (static).
     tol: Frank-Wolfe stops at this log gap; None: 1e-10 in float64, 2e-6 in
       float32 (static).
-    max_steps: largest number of Frank-Wolfe steps (static).
+    max_steps: largest number of Frank-Wolfe steps (static); None: 10,000 in
+      float64, 64 + 2 K in float32, where rounding may keep the gap above tol.
 
   Returns:
     The solution.
@@ -167,6 +168,8 @@ def maximize_welfare(
     return Solution(pi, value, jnp.zeros_like(value))
   if tol is None:
     tol = 1e-10 if eps < 1e-10 else 2e-6
+  if max_steps is None:
+    max_steps = 10_000 if eps < 1e-10 else 64 + 2 * arms
   b = jnp.maximum(b, FLOOR)
   pi = _pairwise_frank_wolfe(b, tol, max_steps)
   gap = jnp.maximum(first_order_gap(pi, b), 0) + 8 * eps
@@ -182,7 +185,7 @@ def solve_nsw(
   b: Any,
   kind: str = 'geometric',
   tol: float | None = None,
-  max_steps: int = 10_000,
+  max_steps: int | None = None,
 ) -> Solution:
   """Finds the lottery of greatest welfare and certifies it.
 
@@ -194,7 +197,8 @@ def solve_nsw(
       max(b, 0).
     kind: one of `welfare.KINDS`.
     tol: stops at this log-welfare gap; None: 1e-10 in float64, 2e-6 in float32.
-    max_steps: largest number of Frank-Wolfe steps.
+    max_steps: largest number of Frank-Wolfe steps; None: 10,000 in float64,
+      64 + 2 K in float32.
 
   Returns:
     pi [K], value [] and gap [] with best welfare - value <= gap.

@@ -64,6 +64,6 @@ def tissue_mask(
   )
   noise = np.fft.rfft2(rng.normal(size=(rows, columns)))
   field = np.fft.irfft2(noise / (1 + frequency) ** 2, (rows, columns))
-  field = field / field.std() + rng.normal(size=field.shape) * 0.15
+  field = field / field.std() + rng.normal(size=field.shape) * 0.08
   chosen = np.sort(np.argsort(field.ravel(), kind='stable')[::-1][:patches])
   return np.stack(np.divmod(chosen, columns), 1).astype(np.int32)

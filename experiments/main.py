@@ -37,7 +37,7 @@ flags.mark_flags_as_required(['config', 'workdir'])
 
 def _run() -> int | None:
   # Imported here, so that a typo is answered before jax is loaded.
-  from tmlib.train.run import run
+  from tmlib.train import run
 
   if FLAGS.distributed:
     cli.connect()

@@ -21,7 +21,7 @@ INSTALLED_AS = {
   'ml_dtypes': 'jax',
 }
 # Measured against, never needed: the benchmarks say how to install them.
-PEERS = {'torch', 'torchmil'}
+PEERS = {'duelpy', 'torch', 'torchmil'}
 
 
 def bare(requirement):

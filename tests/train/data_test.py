@@ -13,7 +13,7 @@ import pytest
 from tests.train import toy
 from tests.train.loop_test import counting
 from tmlib import train
-from tmlib.train.prefetch import prefetch
+from tmlib.train.prefetching import prefetch
 
 LENGTHS = np.random.default_rng(3).integers(1, 13, 24)
 BUCKETS = (4, 8, 12)

@@ -6,7 +6,7 @@ Axes: P unknowns, T Lanczos steps, S probes.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,11 @@ def _rademacher(key, shape, dtype):
 
 
 def hutchinson_trace(
-  matvec: MatVec, key: jax.Array, dim: int, probes: int, dtype=jnp.float32
+  matvec: MatVec,
+  key: jax.Array,
+  dim: int,
+  probes: int,
+  dtype: Any = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:
   """Trace of A and its standard error, E[z' A z] with random signs z.
 
@@ -122,7 +126,11 @@ def hutchinson_trace(
 
 
 def hutchinson_diag(
-  matvec: MatVec, key: jax.Array, dim: int, probes: int, dtype=jnp.float32
+  matvec: MatVec,
+  key: jax.Array,
+  dim: int,
+  probes: int,
+  dtype: Any = jnp.float32,
 ) -> jax.Array:
   """Diagonal of A, E[z * A z] with random signs z; same arguments, [P]."""
   z = _rademacher(key, (probes, dim), dtype)
@@ -130,7 +138,11 @@ def hutchinson_diag(
 
 
 def hutchpp_trace(
-  matvec: MatVec, key: jax.Array, dim: int, probes: int, dtype=jnp.float32
+  matvec: MatVec,
+  key: jax.Array,
+  dim: int,
+  probes: int,
+  dtype: Any = jnp.float32,
 ) -> jax.Array:
   """Trace of A by Hutch++: exact on a sketched range, Hutchinson elsewhere.
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from tmlib.reaction_diffusion.conductance import SAME_REGION
 from tmlib.reaction_diffusion.dynamics import stable_tau
@@ -93,7 +94,7 @@ def largest_lam(
   return min(1.0, max(0.0, (1 / tau - row) / stiffness(reaction)))
 
 
-def check_options(options) -> None:
+def check_options(options: Any) -> None:
   """Checks every option of a `TMEvolve`.
 
   Args:

@@ -11,6 +11,7 @@ from tmlib.train.data import (
   source_data,
 )
 from tmlib.train.evaluate import Evaluated
+from tmlib.train.experiment import Experiment, run
 from tmlib.train.layout import (
   Layout,
   fsdp,
@@ -22,7 +23,6 @@ from tmlib.train.layout import (
 from tmlib.train.loop import Result, Stage, fit
 from tmlib.train.method import Batch, Build, Evaluation, Method, Metrics, State
 from tmlib.train.optimizer import make_optimizer
-from tmlib.train.run import Experiment, run
 from tmlib.train.update import TrainState, gradient_method, make_update
 
 __all__ = [

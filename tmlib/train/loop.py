@@ -22,7 +22,7 @@ from tmlib.train.data import Data
 from tmlib.train.evaluate import Evaluated, Evaluator, Summarize
 from tmlib.train.layout import Layout, make_mesh, parse_rules
 from tmlib.train.method import Build
-from tmlib.train.prefetch import prefetch
+from tmlib.train.prefetching import prefetch
 from tmlib.train.profile import profiled
 from tmlib.train.program import Program
 from tmlib.train.progress import Chronometer

@@ -24,7 +24,7 @@ from tmlib.unlearning.ggn import (
   retain_displacement,
   stationarity,
 )
-from tmlib.unlearning.leverage import (
+from tmlib.unlearning.leverages import (
   Leverage,
   cross_leverage,
   downdate,

@@ -19,13 +19,12 @@ Axes: R retain, F forget rows, d features, c outputs.
 
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from tmlib.unlearning import dynamics
-from tmlib.unlearning import leverage as leverage_lib
+from tmlib.unlearning import dynamics, leverages
 from tmlib.unlearning import problem as problem_lib
 from tmlib.unlearning import spec as spec_lib
 from tmlib.unlearning.problem import RidgeProblem
@@ -101,7 +100,7 @@ def standard_specs(problem: RidgeProblem, steps: int = 10) -> list[UnlearnSpec]:
   p = problem_lib.check_problem(problem)
   A = np.asarray(problem_lib.full_curvature(p), np.float64)
   lr = float(1 / np.linalg.eigvalsh(A)[-1])
-  lmax = float(leverage_lib.leverage(p, 'downdate').eigenvalues[0])
+  lmax = float(leverages.leverage(p, 'downdate').eigenvalues[0])
   rho = 0.1 / max(lmax, 1e-30)
   ascent = spec_lib.gradient_ascent(1.0)
   best = max(dynamics.optimal_scalar_step(p, ascent), 0.0)
@@ -136,7 +135,7 @@ def _null_share(p: RidgeProblem, lev, r) -> float:
   return _ratio(float(unseen), float(jnp.sum(r * (lev.forget_self @ r))))
 
 
-def span_deficiency(X_F, D) -> float:
+def span_deficiency(X_F: Any, D: Any) -> float:
   """||(I - Pi_F) D|| / ||D||, Pi_F the projector on the rows of X_F."""
   basis, s, _ = jnp.linalg.svd(X_F.T, full_matrices=False)
   basis = basis * (s > 1e-6 * s[0])[None]
@@ -171,7 +170,7 @@ def audit(
   flags = []
   if problem_lib.warn_duplicates(p.X_R, p.X_F):
     flags.append('duplicates')
-  lev = leverage_lib.leverage(p)
+  lev = leverages.leverage(p)
   theta = problem_lib.initial(p)
   r = p.Y_F - p.X_F @ theta
   D = theta - problem_lib.fit_retain(p)

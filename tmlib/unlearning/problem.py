@@ -169,7 +169,9 @@ def warn_duplicates(X_R: Any, X_F: Any) -> int:
   return count
 
 
-def weigh(problem: RidgeProblem, w_R: Any = None, w_F: Any = None):
+def weigh(
+  problem: RidgeProblem, w_R: Any = None, w_F: Any = None
+) -> RidgeProblem:
   """Sample weights as row scalings: L = 1/2 sum_i w_i ||y_i - x_i th||^2.
 
   Row i of X and Y is multiplied by sqrt(w_i); every formula then holds as it

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tmlib.unlearning import leverage as leverage_lib
+from tmlib.unlearning import leverages
 from tmlib.unlearning import problem as problem_lib
 from tmlib.unlearning.problem import RidgeProblem
 
@@ -122,7 +122,9 @@ def sum_weight(weight: float, reduction: str) -> Derived:
   )
 
 
-def gradient_ascent(lr: Field, steps: int = 1, geometry: Field = None):
+def gradient_ascent(
+  lr: Field, steps: int = 1, geometry: Field = None
+) -> UnlearnSpec:
   """Ascent on the forget loss: J = -L_F.
 
   gap_F = [I + H_FF - (I + lr K_FF)^k] r_F with K_FF = X_F G X_F': the forget
@@ -140,7 +142,7 @@ def gradient_ascent(lr: Field, steps: int = 1, geometry: Field = None):
 
 def graddiff(
   weight: float, *, reduction: str, lr: Field = None, steps: int | None = None
-):
+) -> UnlearnSpec:
   """J = L_R - rho L_F.
 
   Its limit exists iff rho < rho_c = 1 / lmax(H_FF), where it over-forgets:
@@ -168,7 +170,7 @@ def graddiff(
 
 def neggrad_plus(
   beta: float, *, reduction: str, lr: Field = None, steps: int | None = None
-):
+) -> UnlearnSpec:
   """J = beta L_R - (1 - beta) L_F: `graddiff` with rho = (1 - beta) / beta.
 
   Args:
@@ -195,7 +197,7 @@ def neggrad_plus(
 
 def retain_finetune(
   lr: Field = None, steps: int | None = None, solver: str = 'gradient'
-):
+) -> UnlearnSpec:
   """J = L_R, by gradient descent or conjugate gradients.
 
   gap_F = X_F (I - lr A_R)^k A_R^{-1} X_F' r_F: unbiased, and slowest exactly
@@ -209,14 +211,14 @@ def retain_finetune(
   )
 
 
-def retain_newton():
+def retain_newton() -> UnlearnSpec:
   """One Newton step on L_R: exact in the linear case."""
   return UnlearnSpec(
     'retain_newton', weight_R=1.0, mu=_ridge, geometry=_retain_inverse
   )
 
 
-def influence():
+def influence() -> UnlearnSpec:
   """th_* + A^{-1} grad L_F: an influence-function step.
 
   gap_F = H_FF h_FF r_F, gap_R = H_RF h_FF r_F: on F at most lmax / (1 + lmax)
@@ -230,7 +232,7 @@ def influence():
   return UnlearnSpec('influence', weight_F=-1.0, geometry=_full_inverse)
 
 
-def woodbury_influence():
+def woodbury_influence() -> UnlearnSpec:
   """The influence step with W_F = (I - h_FF)^{-1}: exact in the linear case.
 
   With one output the same step has per-example weights e_i / r_i, which may
@@ -253,7 +255,7 @@ def relabel(
   weight: float = 1.0,
   lr: Field = None,
   steps: int | None = None,
-):
+) -> UnlearnSpec:
   """Pulls F to other targets, J = L_R + weight/2 ||Z_F - X_F th||^2.
 
   Random labels, "I don't know", or the outputs of a weak teacher, by choice of
@@ -288,7 +290,7 @@ def corrected_targets(problem: RidgeProblem) -> jax.Array:
   """
   p = problem_lib.check_problem(problem)
   theta = problem_lib.initial(p)
-  lev = leverage_lib.downdate(problem_lib.full_curvature(p), p.X_F, p.X_F)
+  lev = leverages.downdate(problem_lib.full_curvature(p), p.X_F, p.X_F)
   r = p.Y_F - p.X_F @ theta
   total = p.ridge * (theta - p.prior) - p.X_R.T @ (p.Y_R - p.X_R @ theta)
   total -= p.X_F.T @ r
@@ -300,7 +302,7 @@ def corrected_targets(problem: RidgeProblem) -> jax.Array:
 
 def corrected_relabel(
   weight: float = 1.0, lr: Field = None, steps: int | None = None
-):
+) -> UnlearnSpec:
   """`relabel` to the leverage-corrected targets: exact in the linear case."""
   spec = relabel(corrected_targets, weight, lr, steps)
   return spec._replace(name='corrected_relabel')
@@ -312,7 +314,7 @@ def scrub(
   labels: float = 1.0,
   lr: Field = None,
   steps: int | None = 1,
-):
+) -> UnlearnSpec:
   """Anchors R to the full model and pushes F away from it.
 
   J = labels L_R + teacher/2 ||X_R (th - th_0)||^2
@@ -349,7 +351,7 @@ def scrub(
 
 def npo_weights(
   beta: float, lr: Field, steps: int = 1, theta: jax.Array | None = None
-):
+) -> UnlearnSpec:
   """Gradient ascent with the weights of NPO, frozen at `theta`.
 
   NPO has the gradient of -L_F with weights w_i = 2 s_i / (1 + s_i),

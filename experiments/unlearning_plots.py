@@ -36,7 +36,10 @@ def audit_picture(path: Path, report: LeverageReport, title: str) -> None:
     ax.invert_yaxis()
     ax.set(xscale='log', xlabel='predicted gap / doing nothing')
     ax.set_title(f'recommended: {report.recommendation}', fontsize=9)
-    ax.legend(fontsize=7, frameon=False)
+    fig.legend(
+      *ax.get_legend_handles_labels(), loc='outside lower center', ncols=2,
+      fontsize=7, frameon=False,
+    )  # fmt: skip
     ax = axes[0, 2]
     ax.bar(np.arange(len(report.harm)), report.harm, color='C3')
     labels = [str(i) for i in report.harmed]

@@ -102,8 +102,8 @@ def _gap_tables(net: _Network, out: Path, draws: int) -> list[str]:
         [net.band_name(b), name, *parts, _cell(relative), _cell(unit)]
       )
   plots.gap_bars(
-    out / f'{net.name}_gaps.png', bars, 'gap / doing nothing (median, 95 %)',
-    f'{net.name}: gap to the retrained model at equal cost',
+    out / f'{net.name}_gaps.png', bars, 'gap / doing nothing',
+    f'{net.name}: gap to the retrained model at equal cost, median, 95 %',
   )  # fmt: skip
   header = [
     'band',

@@ -196,14 +196,15 @@ def _pictures(tables, sweep, out: Path) -> None:
     for kind, rows in tables.items()
   }
   plots.gap_bars(
-    out / 'gaps.png', bars, 'gap / doing nothing (median, 95 % of requests)',
-    'diabetes, ridge regression: root mean square of F and R; exact methods '
+    out / 'gaps.png', bars, 'gap / doing nothing',
+    'diabetes, ridge regression: root mean square of F and R, median and 95 % '
+    f'of {len(next(iter(tables[KINDS[0]].values())))} requests; exact methods '
     'clipped at 1e-3',
   )  # fmt: skip
   plots.lines(
     out / 'threshold.png', sweep['curves'],
     ('steps', 'forget gap / doing nothing'),
-    'GradDiff: the critical weight separates convergence from divergence',
+    'GradDiff converges below rho_c only',
   )  # fmt: skip
 
 

@@ -223,6 +223,14 @@ def _candidates(table, leverage, rng, count):
     yield kind, rng.choice(members, size, replace=False)
 
 
+def _largest(matrix: np.ndarray, steps: int = 60) -> float:
+  """Largest eigenvalue of a positive semidefinite matrix, by powers."""
+  v = np.random.default_rng(0).normal(size=len(matrix))
+  for _ in range(steps):
+    v = matrix @ (v / np.linalg.norm(v))
+  return float(np.linalg.norm(v))
+
+
 def make_requests(
   network: Network, params: Any, table: Table, per_band: int, seed: int
 ) -> Requests:
@@ -240,7 +248,7 @@ def make_requests(
   chosen: list[list] = [[] for _ in BANDS]
   for kind, index in _candidates(table, own, rng, 60 * per_band):
     block = hat[index][:, :, index].reshape(len(index) * C, -1)
-    top = np.linalg.eigvalsh(block)[-1]
+    top = _largest(block)
     lmax = top / (1 - top)
     band = next(i for i, (a, b) in enumerate(BANDS) if a <= lmax < b)
     if len(chosen[band]) < per_band:

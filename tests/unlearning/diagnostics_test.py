@@ -155,8 +155,8 @@ class NetworkAuditTest(absltest.TestCase):
           retain,
           forget,
           0.3,
-          lanczos_steps=18,
-          probes=40,
+          lanczos_steps=12,
+          probes=10,
           solver=ul.Solver(max_steps=300, tol=1e-12, batch_size=16, rank=5),
         )
       close = lambda a, b, tol, name='': np.testing.assert_allclose(
@@ -175,7 +175,7 @@ class NetworkAuditTest(absltest.TestCase):
         close(getattr(free, name), getattr(dense, name), 1e-5, name)
       close(free.forget_gaps, dense.forget_gaps, 1e-5)
       for name in ('trace', 'dof', 'logdet'):
-        close(getattr(free, name), getattr(dense, name), 0.15, name)
+        close(getattr(free, name), getattr(dense, name), 0.3, name)
       for name, gap in free.predicted.items():
         close(gap, dense.predicted[name], 1e-5, name)
       # Rows against examples: the dense audit names (example, class) rows.

@@ -79,21 +79,10 @@ class UnlearnerTest(parameterized.TestCase):
     result = train.fit(build, data, steps=1, runs=2, writers=())
     for run in range(2):
       forget = (roles[run] == 2).astype(float)
-      drawn = forget if not use_R else (1 - forget if not use_F else 1)
-      grad = expected_gradient(
-        kind,
-        params,
-        arrays
-        | {'x': arrays['x'] * np.reshape(np.broadcast_to(drawn, N), (N, 1))},
-        forget,
-        target[run],
-        w,
-      )
-      if not (use_R and use_F):  # logits must be those of the real inputs
-        full = expected_gradient(kind, params, arrays, forget, target[run], w)
-        grad = full  # the other role has zero gradient for these kinds
-      size = np.sum(np.broadcast_to(drawn, N))
-      want = params['w'] - grad / size
+      # The role that a kind does not draw has zero gradient in it anyway.
+      drawn = use_R * (1 - forget) + use_F * forget
+      grad = expected_gradient(kind, params, arrays, forget, target[run], w)
+      want = params['w'] - grad / drawn.sum()
       if kind != 'gradient_ascent':
         want = want - 0.2 * params['w']
       got = result.state.params['w'][run]
@@ -232,6 +221,17 @@ class UnlearnerTest(parameterized.TestCase):
     one, _ = method.update(state, batch)
     two, _ = method.update(state, padded | {'x': np.nan_to_num(padded['x'])})
     np.testing.assert_allclose(one.params['w'], two.params['w'], atol=1e-6)
+
+  def test_every_run_has_its_own_share_of_the_ridge(self):
+    params, arrays, roles, _ = setting()
+    data = data_lib.request_data(
+      arrays, roles, N, uses=(True, False), ridge=3.0
+    )
+    batch = data.load(0, slice(None))
+    real = batch['weight'] > 0
+    for run, n_R in enumerate((19, 16)):
+      np.testing.assert_allclose(batch['decay'][run, real[run]], 3.0 / n_R)
+      self.assertEqual(real[run].sum(), n_R)
 
   def test_bad_input(self):
     params, arrays, roles, _ = setting()

@@ -113,26 +113,24 @@ def check_deterministic(apply_fn: Apply, params: Any, x: jax.Array) -> None:
     )
 
 
-def _batches(data, batch_size):
-  """[n, ...] -> [n / b, b, ...], the rest padded with weight zero."""
+def _scan_sum(fun, zeros, data, batch_size):
+  """Sum over minibatches of fun(batch), without a copy of the data.
+
+  The last slice is moved back to fit; the rows that it repeats get weight
+  zero.
+  """
   n = len(data['x'])
   size = n if batch_size is None else min(batch_size, n)
-  pad = -n % size
 
-  def split(x):
-    # Padding repeats the first row: zeros may not be a valid input.
-    x = jnp.concatenate([x, jnp.repeat(x[:1], pad, 0)]) if pad else x
-    return x.reshape(-1, size, *x.shape[1:])
+  def step(total, i):
+    start = jnp.minimum(i * size, n - size)
+    cut = lambda x: jax.lax.dynamic_slice_in_dim(x, start, size)
+    batch = jax.tree.map(cut, data)
+    fresh = start + jnp.arange(size) >= i * size
+    batch['weight'] = jnp.where(fresh, batch['weight'], 0)
+    return jax.tree.map(jnp.add, total, fun(batch)), None
 
-  out = {k: split(v) for k, v in data.items()}
-  real = (jnp.arange(n + pad) < n).reshape(-1, size)
-  out['weight'] = jnp.where(real, out['weight'], 0)
-  return out
-
-
-def _scan_sum(fun, zeros, data, batch_size):
-  step = lambda total, batch: (jax.tree.map(jnp.add, total, fun(batch)), None)
-  return jax.lax.scan(step, zeros, _batches(data, batch_size))[0]
+  return jax.lax.scan(step, zeros, jnp.arange(-(-n // size)))[0]
 
 
 def gradient(

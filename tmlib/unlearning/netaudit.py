@@ -58,10 +58,14 @@ def _products(apply_fn, loss, solver, local):
       bend, jax.random.key(1), len(local.grad), solver.rank, local.ridge
     )
 
-  def solve(v, extra=0.0, steps=solver.max_steps, tol=solver.tol):
+  def solve(v, extra=0.0, steps=solver.max_steps, tol=solver.tol, plain=False):
     full = lambda u: matvec(u) + extra * (local.X_F.T @ (local.X_F @ u))
     return linear.cg(
-      full, v, preconditioner=precondition, max_steps=steps, tol=tol
+      full,
+      v,
+      preconditioner=None if plain else precondition,
+      max_steps=steps,
+      tol=tol,
     )
 
   return bend, matvec, solve
@@ -115,7 +119,7 @@ def _moves(apply_fn, loss, solver, local, rho, steps):
     'graddiff': descend(diff),
     'neggrad_plus': descend(diff, lr / (1 + rho)),
     'retain_finetune': descend(matvec),
-    'retain_cg': D_0 - solve(local.grad, steps=steps, tol=0.0).x,
+    'retain_cg': D_0 - solve(local.grad, steps=steps, tol=0.0, plain=True).x,
     'influence': D_0 - solve(g_F, extra=1.0).x,
     'woodbury_influence': D_0 - solve(g_F).x,
     'scrub': descend(scrub, lr / 2),

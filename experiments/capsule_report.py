@@ -43,9 +43,8 @@ _REGION_NOTE = """
 Mean over the edges of the test bags looked at, then over seeds [least, largest
 seed]. rho inside: probability that two neighbours of one planted compartment
 share a region; beta across: that neighbours of two compartments do not. Tumour
-and immune cells are two compartments here, although no single patch tells them
-apart at these noise levels: beta across can be high only for the capsule's
-borders.
+and immune cells count as two compartments, though at the higher noise levels a
+single patch hardly tells them apart: what is left is the border of the capsule.
 """
 
 
@@ -214,7 +213,8 @@ def _curves(config, rows: list[dict[str, Any]], out: Path) -> None:
       high = np.maximum(column('seeds_high'), column('bags_high'))
       series[name] = column('mean'), low, high
     noise = np.array(config.data.noise)
-    panels.append((f'{layer} {thickness} patches thick', noise, series))
+    unit = 'patch' if thickness == 1 else 'patches'
+    panels.append((f'{layer} {thickness} {unit} thick', noise, series))
   tissue_plots.interval_curves(
     out / 'curves.png', panels,
     f'{_title(config)}: mean of {config.train.runs} seeds, bars span the 95 % '

@@ -30,14 +30,13 @@ def get_config(arg: str | None = None) -> ConfigDict:
     dict(path='', user_column='worker', ties='half', arms=10, min_votes=8)
   )
   # How users borrow from one another, see tmlib.dueling.pool_users.
-  config.pooling = ConfigDict(dict(name='pairs', strength=0.0, rank=2))
+  config.pooling = ConfigDict(dict(name='hierarchical', strength=0.0, rank=2))
   config.report = ConfigDict(
-    dict(bootstrap=60, splits=20, tail=0.1, plan_loss=0.02, plan_runs=40)
+    dict(bootstrap=30, splits=10, tail=0.1, plan_loss=0.02, plan_runs=40)
   )
   if arg == 'votes':
     config.data.update(arms=20, min_votes=40)
-    config.pooling.name = 'hierarchical'
   if arg == 'tiny':
-    config.data.update(arms=5, min_votes=12)
+    config.data.update(arms=5, min_votes=20)
     config.report.update(bootstrap=4, splits=3, plan_runs=8)
   return config

@@ -35,31 +35,33 @@ def game_gap(pi: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
 
 def _direction(b, pi, w, z, s, rho, t, mu):
   """Newton step for the perturbed optimality conditions."""
-  users, arms = b.shape
-  # Eliminate dz and ds; what is left couples (dpi, dw, dt, drho):
-  #   -(z/pi) dpi + b^T dw - drho = rho - b^T w - mu / pi
-  #   b dpi + (s/w) dw - dt       = t - b pi + mu / w
+  # Without dz and ds:
+  #   -(z/pi) dpi + b^T dw - drho = r1 := rho - b^T w - mu / pi
+  #   b dpi + (s/w) dw - dt       = r2 := t - b pi + mu / w
   #   sum dpi = 1 - sum pi,  sum dw = 1 - sum w
-  one_k, one_n = jnp.ones(arms, b.dtype), jnp.ones(users, b.dtype)
-  zero = jnp.zeros((), b.dtype)
+  # and without dw = (w/s) (r2 - b dpi + dt), a system in (dpi, dt, drho).
+  arms = pi.shape[0]
+  one, zero = jnp.ones((arms, 1), b.dtype), jnp.zeros((1, 1), b.dtype)
+  ratio = w / s
+  r1, r2 = rho - w @ b - mu / pi, t - b @ pi + mu / w
+  loaded = (ratio @ b)[:, None]
+  curvature = jnp.diag(z / pi) + b.T @ (ratio[:, None] * b)
   matrix = jnp.block(
     [
-      [jnp.diag(-z / pi), b.T, 0 * one_k[:, None], -one_k[:, None]],
-      [b, jnp.diag(s / w), -one_n[:, None], 0 * one_n[:, None]],
-      [one_k[None], 0 * one_n[None], zero[None, None], zero[None, None]],
-      [0 * one_k[None], one_n[None], zero[None, None], zero[None, None]],
+      [-curvature, loaded, -one],
+      [-loaded.T, ratio.sum()[None, None], zero],
+      [one.T, zero, zero],
     ]
   )
   right = jnp.concatenate(
     [
-      rho - w @ b - mu / pi,
-      t - b @ pi + mu / w,
-      jnp.stack([1 - pi.sum(), 1 - w.sum()]),
+      r1 - (ratio * r2) @ b,
+      jnp.stack([1 - w.sum() - ratio @ r2, 1 - pi.sum()]),
     ]
   )
   step = jnp.linalg.solve(matrix, right)
-  dpi, dw = step[:arms], step[arms : arms + users]
-  dt, drho = step[-2], step[-1]
+  dpi, dt, drho = step[:arms], step[arms], step[arms + 1]
+  dw = ratio * (r2 - b @ dpi + dt)
   dz = mu / pi - z - z / pi * dpi
   ds = mu / w - s - s / w * dw
   return dpi, dw, dz, ds, drho, dt
@@ -89,7 +91,7 @@ def solve_game(b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
   def unfinished(carry):
     step, _, best = carry
-    return (step < _STEPS) & (best[2] > 16 * eps)
+    return (step < _STEPS) & (best[2] > (1e-12 if eps < 1e-10 else 1e-6))
 
   def body(carry):
     count, x, best = carry

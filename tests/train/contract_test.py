@@ -111,7 +111,7 @@ def abmil():
 def tmevolve():
   from tmlib.reaction_diffusion import TMEvolve
 
-  model = TMEvolve(2, hidden=8, regions=2, num_concepts=2, steps=2, dropout=0.1)
+  model = TMEvolve(2, hidden=4, regions=2, num_concepts=2, steps=1, dropout=0.1)
   return bag_case(model)
 
 

@@ -68,8 +68,7 @@ def agree(workdir):
   # What one process began ends here, and the other way round.
   save(workdir, 'ended', numbers(f'{workdir}/begun_by_one', parallel='pmap'))
   numbers(f'{workdir}/begun_by_two', steps=20)
-  save(workdir, 'runs', run_numbers())
-  save(workdir, 'run_axis', run_numbers(mesh=(2, 2, 1), parallel='pmap'))
+  save(workdir, 'runs', run_numbers(mesh=(2, 2, 1), parallel='pmap'))
 
 
 def interrupted(workdir):

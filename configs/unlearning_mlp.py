@@ -5,7 +5,7 @@
 
 As configs/unlearning_softmax.py, with a tanh MLP and its lazy version
 alpha (f(th) - f(th_0)), whose error against the theory must fall like
-1 / alpha; the report draws that curve. About twenty minutes on two cores.
+1 / alpha; the report draws that curve.
 Args: `tiny`, `mlp`, `lazy`, or a data set (`digits`).
 """
 

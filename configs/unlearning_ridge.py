@@ -6,7 +6,7 @@
 442 patients, 10 measurements and their products (65 features and a constant),
 float64. Every method by its closed form on five kinds of forget sets, gradient
 ascent stopped at the retrained model's forget loss, GradDiff through its
-critical weight. About a minute. Args: `tiny`.
+critical weight. Args: `tiny`.
 """
 
 from ml_collections import ConfigDict

@@ -11,6 +11,18 @@ from tmlib.unlearning import LeverageReport
 __all__ = ['audit_picture', 'gap_bars', 'lines', 'scatter']
 
 
+def _quiet(ax) -> None:
+  """Labels decades only, when a logarithmic axis spans more than one."""
+  from matplotlib.ticker import NullFormatter
+
+  for axis, (low, high) in (
+    (ax.xaxis, ax.get_xlim()),
+    (ax.yaxis, ax.get_ylim()),
+  ):
+    if axis.get_scale() == 'log' and high > 10 * low:
+      axis.set_minor_formatter(NullFormatter())
+
+
 def audit_picture(path: Path, report: LeverageReport, title: str) -> None:
   """Spectrum, predicted gap per method, most harmed retain examples."""
   with figure(path, 1, 3, 3.9) as (fig, axes):
@@ -68,6 +80,7 @@ def gap_bars(
       ax.set_yticks(place, list(rows), fontsize=7)
       ax.invert_yaxis()
       ax.set(xscale='log', xlabel=unit, title=group)
+      _quiet(ax)
     fig.suptitle(title, fontsize=10)
 
 
@@ -88,6 +101,7 @@ def scatter(
       ends = [both.min(), both.max()]
       ax.plot(ends, ends, color='0.6', lw=1, ls=':')
       ax.set(xscale='log', yscale='log', xlabel=labels[0], ylabel=labels[1])
+      _quiet(ax)
       ax.set_title(name, fontsize=9)
       ax.legend(fontsize=6, frameon=False)
     fig.suptitle(title, fontsize=10)

@@ -421,22 +421,24 @@ def write(config, studies: dict[str, Any], workdir: Path) -> None:
       f'Bands: {", ".join(map(net.band_name, np.unique(net.band)))}.',
       '',
     ]
-    text += _gap_tables(net, out, draws)
-    text += _theory_table(net, out, draws)
-    text += _regression_table(net, draws)
-    text += _ranking_table(net, draws)
-    text += _quality_table(net)
-    text += _ascent_table(net, config, draws)
-    text += _audit_lines(net, out)
-    if name == 'softmax':
-      text += _rho_picture(net, out)
-      text += _sequential_lines(net, config)
     summary[name] = {
       'requests': len(net.lmax),
       'cosine': np.median(net.cosine, 0).tolist(),
       'error': np.median(net.error, 0).tolist(),
     }
-  if 'lazy' in config.networks:
+    text += _gap_tables(net, out, draws)
+    text += _theory_table(net, out, draws)
+    text += _regression_table(net, draws)
+    text += _ranking_table(net, draws)
+    text += _quality_table(net)
+    if not config.report.extras:
+      continue
+    text += _ascent_table(net, config, draws)
+    text += _audit_lines(net, out)
+    if name == 'softmax':
+      text += _rho_picture(net, out)
+      text += _sequential_lines(net, config)
+  if 'lazy' in config.networks and config.report.extras:
     text += _lazy_lines(config, out)
   (out / 'summary.md').write_text('\n'.join(text) + '\n')
   (out / 'summary.json').write_text(json.dumps(summary, indent=2) + '\n')

@@ -1,0 +1,80 @@
+"""Statistics of the unlearning report by hand; its tiny configs end to end."""
+
+import numpy as np
+import pytest
+
+from experiments import unlearning_measure, unlearning_sets, unlearning_stats
+
+
+def test_kendall_tau_by_hand():
+  # Pairs of (1, 2, 3) against (1, 3, 2): two agree, one does not.
+  tau = unlearning_stats.kendall_tau(np.arange(3), np.array([1, 3, 2]))
+  np.testing.assert_allclose(tau, 1 / 3)
+
+
+def test_regret_by_hand():
+  predicted = {'a': np.array([1.0, 2.0]), 'b': np.array([2.0, 1.0])}
+  realised = {'a': np.array([1.0, 4.0]), 'b': np.array([8.0, 4.0])}
+  got = unlearning_stats.top1_regret(
+    predicted, realised, np.array([0, 1]), ['a', 'b']
+  )
+  np.testing.assert_allclose(got['audit'], [0, 0])
+  # Left out request 0, both tie on request 1: the first named is taken.
+  np.testing.assert_allclose(got['constant'], [0, 0])
+  predicted = {'a': np.array([2.0, 2.0]), 'b': np.array([1.0, 1.0])}
+  got = unlearning_stats.top1_regret(
+    predicted, realised, np.array([0, 1]), ['a', 'b']
+  )
+  np.testing.assert_allclose(got['audit'], [3, 0])  # log2(8 / 1)
+
+
+def test_held_out_r2_leaves_the_group_out():
+  rng = np.random.default_rng(0)
+  x, noise = rng.normal(size=(60, 1)), rng.normal(size=(60, 1))
+  group = np.repeat([0, 1, 2], 20)
+  y = 3 * x[:, 0]
+  found = unlearning_stats.incremental_r2(noise, x, y, group, 50)
+  np.testing.assert_allclose(found['both'][0], 1, atol=1e-9)
+  assert found['base'][0] < 0.2
+  assert found['gain'][1] > 0.5
+  # A rule that holds in one group only does not carry over.
+  y = np.where(group == 0, 3, -3) * x[:, 0]
+  assert unlearning_stats.incremental_r2(noise, x, y, group, 5)['both'][0] < 0.2
+
+
+def test_weighted_gap_is_the_divergence_to_second_order():
+  rng = np.random.default_rng(0)
+  f = rng.normal(size=(1, 5, 4))
+  step = 1e-3 * rng.normal(size=f.shape)
+  log_p = lambda f: f - np.log(np.exp(f).sum(-1, keepdims=True))
+  kl = np.sum(np.exp(log_p(f)) * (log_p(f) - log_p(f + step)), -1)
+  size = np.linalg.norm(unlearning_measure.weighted(f[0], step), axis=-1)
+  np.testing.assert_allclose(size**2 / 2, kl, rtol=1e-2)
+
+
+def test_losses():
+  f = np.log([[[0.7, 0.3], [0.2, 0.8]]])
+  got = unlearning_measure.losses_of(f, np.array([0, 0]))
+  np.testing.assert_allclose(got, -np.log([[0.7, 0.2]]))
+
+
+def test_tables_are_standardised_and_flipped():
+  table = unlearning_sets.load_table('wine', 100, 6, 0.1, 0)
+  assert table.x.shape == (100, 7)
+  assert table.flipped.sum() == 10
+  np.testing.assert_allclose(table.x[:, -1], 1)
+  np.testing.assert_allclose(table.x[:, :-1].mean(0), 0, atol=1e-5)
+  with pytest.raises(ValueError, match='allowed'):
+    unlearning_sets.load_table('iris', 100, 6, 0.1, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['ridge', 'softmax', 'mlp'])
+def test_tiny_runs_to_its_report(name, tmp_path):
+  from experiments import cli
+  from tmlib.train.run import run
+
+  config = cli.load_config(f'configs/unlearning_{name}.py:tiny')
+  assert run(cli.runner(config).make, config, workdir=tmp_path) == 0
+  text = (tmp_path / 'report' / 'summary.md').read_text()
+  assert 'doing nothing' in text

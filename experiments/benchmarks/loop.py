@@ -30,7 +30,7 @@ import optax
 sys.path[0] = __file__.rpartition('/experiments/')[0]
 
 from tmlib import train  # noqa: E402
-from tmlib.train import loop, prefetch, program  # noqa: E402
+from tmlib.train import loop, prefetching, program  # noqa: E402
 
 
 def build(axis_name: str | None) -> train.Method:
@@ -106,7 +106,7 @@ class _Prepared:
     """Seconds in the loop of one call of `fit`, compiling excluded."""
     load = lambda start: self.loaded
     batches = lambda _, starts: (
-      prefetch.prefetch(load, iter(starts))
+      prefetching.prefetch(load, iter(starts))
       if threaded
       else (self.loaded for _ in starts)
     )
@@ -159,7 +159,7 @@ def measure_prefetch(data: train.Data, steps: int, repeats: int) -> float:
   load = lambda step: layout.place(data, [step], stacked=False)
 
   def drain():
-    for batch in prefetch.prefetch(load, iter(range(steps))):
+    for batch in prefetching.prefetch(load, iter(range(steps))):
       jax.block_until_ready(batch)
 
   drain()

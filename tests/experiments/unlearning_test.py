@@ -72,7 +72,7 @@ def test_tables_are_standardised_and_flipped():
 @pytest.mark.parametrize('name', ['ridge', 'softmax', 'mlp'])
 def test_tiny_runs_to_its_report(name, tmp_path):
   from experiments import cli
-  from tmlib.train.run import run
+  from tmlib.train import run
 
   config = cli.load_config(f'configs/unlearning_{name}.py:tiny')
   assert run(cli.runner(config).make, config, workdir=tmp_path) == 0

@@ -88,6 +88,7 @@ def sweep_method(
 
   def evaluate(state, batch):
     outputs = {k: v[batch['id']] for k, v in state.found.items()}
+    outputs['id'] = batch['id']
     weight = batch['weight']
     return {'sums': {'seeds': (weight.sum(), weight.sum())}, 'outputs': outputs}
 

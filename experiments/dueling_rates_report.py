@@ -53,7 +53,8 @@ def read_part(folder: Path) -> dict[str, np.ndarray]:
   for name in rows[0]:
     if name not in ('evaluation', 'name'):
       found[name] = [float(row[name]) for row in rows]
-  ids = np.argsort(np.array(found['id']))
+  # A pass keeps the order of its ids where they are not among the outputs.
+  ids = np.argsort(np.array(found.get('id', np.arange(len(rows)))))
   outputs: dict[str, np.ndarray] = {}
   for name in found:
     stem, _, tail = name.rpartition('_')
@@ -171,14 +172,35 @@ def _horizon_fits(config, folder, grid, resamples):
   return fits, worst, easy_fits
 
 
-def _size_fit(config, workdir, names, sizes, taus_of, resamples):
-  """Best-tuned regret at one horizon against a size, sup over the grid."""
-  parts = [read_part(workdir / name) for name in names]
+def _done(workdir: Path, name: str) -> bool:
+  return (workdir / name / 'predictions.csv').exists()
+
+
+def _size_fit(config, workdir, named, taus_of, resamples) -> Fit | None:
+  """Best-tuned regret at one horizon against a size, sup over the grid.
+
+  Args:
+    config: of the experiment.
+    workdir: of the run.
+    named: {size: part}; parts that did not run are left out.
+    taus_of: size -> [U].
+    resamples: of the bootstrap.
+
+  Returns:
+    The fit; None with fewer than two sizes.
+  """
+  parts = {
+    size: read_part(workdir / name)
+    for size, name in named.items()
+    if _done(workdir, name)
+  }
+  if len(parts) < 2:
+    return None
   horizon = float(config.sweep.horizon)
 
   def statistic(rows):
     value = []
-    for part, size in zip(parts, sizes, strict=True):
+    for size, part in parts.items():
       taus = taus_of(size).astype(float)
       shape = (len(part['explore']), len(taus), -1)
       a = part['explore'].reshape(shape)[rows].mean(0)
@@ -186,8 +208,8 @@ def _size_fit(config, workdir, names, sizes, taus_of, resamples):
       value.append(best_tuned(a, b, taus, horizon).max())
     return np.array(value)
 
-  seeds = len(parts[0]['explore'])
-  return fit_statistic(np.asarray(sizes), statistic, seeds, resamples)
+  seeds = len(next(iter(parts.values()))['explore'])
+  return fit_statistic(np.array(list(parts)), statistic, seeds, resamples)
 
 
 def _draw(ax, fits, theory_slope, title, xlabel, ylabel='regret'):
@@ -205,45 +227,45 @@ def _draw(ax, fits, theory_slope, title, xlabel, ylabel='regret'):
   ax.legend(fontsize=6.5, frameon=False)
 
 
-def _sizes(config, workdir, grid, resamples):
+def _sizes(config, workdir, grid, resamples) -> dict[str, Fit]:
+  """The fits against N, K and d of the parts that ran."""
   c = config.sweep
   least = lambda k: k * (k - 1) // 2
   taus = lambda k: np.maximum(grid['taus'] * least(k) // 28, least(k))
-  users = {
-    outcomes: _size_fit(
-      config,
-      workdir,
-      [
-        f'users_{"independent" if n == c.users[0] else outcomes}_{n}'
-        for n in c.users
-      ],
-      c.users,
-      lambda n: taus(c.arms),
+
+  def fit(named, taus_of):
+    return _size_fit(config, workdir, named, taus_of, resamples)
+
+  found = {}
+  for outcomes in ('independent', 'shared'):
+    # One user is one user: both lines start at the same part.
+    alone = {c.users[0]: f'users_independent_{c.users[0]}'}
+    rest = {n: f'users_{outcomes}_{n}' for n in c.users[1:]}
+    found[outcomes] = fit(alone | rest, lambda n: taus(c.arms))
+  found['arms'] = fit({k: f'arms_{k}' for k in c.arms_axis}, taus)
+  found['hidden signs'] = fit(
+    {d: f'glm_{d}' for d in c.bits}, lambda d: np.maximum(grid['taus'], 2**d)
+  )
+  cyclic = {
+    d: read_part(workdir / f'cyclic_{d}')['regret']
+    for d in c.dims
+    if _done(workdir, f'cyclic_{d}')
+  }
+  if len(cyclic) > 1:
+    found['cyclic'] = fit_statistic(
+      np.array(list(cyclic)),
+      lambda r: np.array([x[r].mean() for x in cyclic.values()]),
+      len(next(iter(cyclic.values()))),
       resamples,
     )
-    for outcomes in ('independent', 'shared')
-  }
-  arms = _size_fit(
-    config, workdir, [f'arms_{k}' for k in c.arms_axis], c.arms_axis, taus,
-    resamples,
-  )  # fmt: skip
-  bits = _size_fit(
-    config, workdir, [f'glm_{d}' for d in c.bits], c.bits,
-    lambda d: np.maximum(grid['taus'], 2**d), resamples,
-  )  # fmt: skip
-  cyclic = [read_part(workdir / f'cyclic_{d}')['regret'] for d in c.dims]
-  cyclic = fit_statistic(
-    np.asarray(c.dims),
-    lambda r: np.array([x[r].mean() for x in cyclic]),
-    len(cyclic[0]),
-    resamples,
-  )
-  return users, arms, bits, cyclic
+  return {name: one for name, one in found.items() if one is not None}
 
 
 def _curves(workdir, players):
   found = {}
   for name in players:
+    if not _done(workdir, f'play_{name}'):
+      continue
     rows = []
     with (workdir / f'play_{name}' / 'metrics.jsonl').open() as file:
       for line in file:
@@ -258,7 +280,6 @@ def _curves(workdir, players):
 
 
 def _table(fits, worst, easy, sizes) -> list[list[str]]:
-  users, arms, bits, cyclic = sizes
   rows = [['axis', 'quantity', 'policy', 'slope', '95 % band', 'theory']]
 
   def add(axis, quantity, policy, fit, expected):
@@ -274,15 +295,17 @@ def _table(fits, worst, easy, sizes) -> list[list[str]]:
     add('T', 'worst eps', name, fit, expected)
   for name, fit in easy.items():
     add('T', 'regret, easy instance', name, fit, '0 (log T)')
-  for outcomes, fit in users.items():
-    expected = '0' if outcomes == 'shared' else '-1/3'
-    add('N', f'sup, {outcomes} answers', 'best-tuned ETC', fit, expected)
-  add('K', 'sup over eps of regret', 'best-tuned ETC', arms, '1/3')
-  add('d', 'sup over delta, hidden signs', 'best-tuned ETC', bits, '2/3')
-  add(
-    'd', 'regret, cyclic', 'theory-tuned ETC', cyclic,
-    '1/3 (fixed K, set by tau)',
-  )  # fmt: skip
+  expected = {
+    'independent': ('N', 'sup, independent answers', '-1/3'),
+    'shared': ('N', 'sup, shared answers', '0'),
+    'arms': ('K', 'sup over eps of regret', '1/3'),
+    'hidden signs': ('d', 'sup over delta, hidden signs', '2/3'),
+    'cyclic': ('d', 'regret, cyclic', '1/3 (fixed K, set by tau)'),
+  }
+  for name, fit in sizes.items():
+    axis, quantity, slope = expected[name]
+    policy = 'theory-tuned ETC' if name == 'cyclic' else 'best-tuned ETC'
+    add(axis, quantity, policy, fit, slope)
   return rows
 
 
@@ -358,13 +381,17 @@ def write(config, workdir: Path) -> None:
     _draw(axes[0, 1], worst, -1 / 3, 'the eps that hurts most', 'T (rounds)',
           'eps')  # fmt: skip
     _draw(axes[0, 2], easy, None, 'easy instance', 'T (rounds)')
-  users, arms, bits, cyclic = sizes
   at = f'at T = 2^{np.log2(config.sweep.horizon):.0f}'
+  panels = (
+    (('independent', 'shared'), -1 / 3, 'equal users', 'N (users)'),
+    (('arms',), 1 / 3, 'arms', 'K (arms)'),
+    (('hidden signs', 'cyclic'), 2 / 3, 'generalized-linear', 'd'),
+  )
   with plots.figure(out / 'sizes.png', 1, 3, 4.4) as (_, axes):
-    _draw(axes[0, 0], users, -1 / 3, f'equal users {at}', 'N (users)')
-    _draw(axes[0, 1], {'best-tuned ETC': arms}, 1 / 3, f'arms {at}', 'K (arms)')
-    _draw(axes[0, 2], {'hidden signs': bits, 'cyclic': cyclic}, 2 / 3,
-          f'generalized-linear {at}', 'd')  # fmt: skip
+    for ax, (names, slope, title, label) in zip(axes[0], panels, strict=True):
+      shown = {name: sizes[name] for name in names if name in sizes}
+      if shown:
+        _draw(ax, shown, slope, f'{title} {at}', label)
   with plots.figure(out / 'play.png', 1, 3, 4.4) as (_, axes):
     for ax, key in zip(axes[0], ('pair', 'weak', 'strong'), strict=True):
       for i, (name, curve) in enumerate(curves.items()):

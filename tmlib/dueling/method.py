@@ -272,11 +272,12 @@ def _method(
     }
     outputs['final_loss'] = state.commitment.loss[chosen]
     outputs['lottery'] = state.view.lottery[chosen]
+    outputs['id'] = chosen
     weight = batch['weight']
     sums = {
       name: (jnp.where(weight > 0, x, 0).sum(), weight.sum())
       for name, x in outputs.items()
-      if x.ndim == 1
+      if x.ndim == 1 and name != 'id'
     }
     return {'sums': sums, 'outputs': outputs}
 

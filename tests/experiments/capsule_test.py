@@ -121,7 +121,7 @@ def test_tiny_leaves_its_report(tmp_path):
 @pytest.mark.slow
 def test_gating_learns_what_plain_diffusion_does_not(capsys):
   config = config_of('capsule')
-  config.data.update(thickness=(1,), noise=(0.5,), validation_bags=8)
+  config.data.update(thickness=(1,), noise=(0.4,), validation_bags=8)
   config.train.update(runs=2, log_every=250)
   area = {}
   for name in ('uniform', 'tmevolve'):

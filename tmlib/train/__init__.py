@@ -20,9 +20,10 @@ from tmlib.train.layout import (
   replicate,
   shard_dim,
 )
-from tmlib.train.loop import Result, Stage, fit
+from tmlib.train.loop import Result, fit
 from tmlib.train.method import Batch, Build, Evaluation, Method, Metrics, State
 from tmlib.train.optimizer import make_optimizer
+from tmlib.train.stages import Stage
 from tmlib.train.update import TrainState, gradient_method, make_update
 
 __all__ = [

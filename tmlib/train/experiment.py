@@ -19,8 +19,9 @@ from tmlib.config import identity
 from tmlib.options import Options
 from tmlib.train.data import Data
 from tmlib.train.evaluate import Evaluated, Summarize
-from tmlib.train.loop import Stage, fit
+from tmlib.train.loop import fit
 from tmlib.train.method import Build
+from tmlib.train.stages import Stage
 
 __all__ = ['Experiment', 'run', 'write_predictions']
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from tmlib.options import ALL, Options
 from tmlib.train.cache import compilation_cache
-from tmlib.train.checkpoint import Checkpoints, Meta, check_resume
+from tmlib.train.checkpoint import Checkpoints, Meta
 from tmlib.train.data import Data
 from tmlib.train.evaluate import Evaluated, Evaluator, Summarize
 from tmlib.train.layout import Layout, make_mesh, parse_rules
@@ -28,30 +28,10 @@ from tmlib.train.program import Program
 from tmlib.train.progress import Chronometer
 from tmlib.train.recorder import Recorder, evaluation_metrics
 from tmlib.train.signals import StopRequest, stop_request
+from tmlib.train.stages import Stage, check_stages, cut_stages, plan_stages
 from tmlib.train.writers import Writer, default_writers
 
-__all__ = ['Result', 'Stage', 'fit']
-
-
-class Stage(NamedTuple):
-  """A part of a run with its own method.
-
-  Attributes:
-    name: for messages.
-    steps: updates in this stage.
-    build: its method.
-    enter: (state, data) -> state, run once at the boundary, on the state that
-      the stage before left; its result must have the structure of this stage's
-      own `init`. None takes the state as it is. With runs, the state has a
-      leading run axis.
-    data: its stream; None takes the one given to `fit`.
-  """
-
-  name: str
-  steps: int
-  build: Build
-  enter: Callable[[Any, Data | None], Any] | None = None
-  data: Data | None = None
+__all__ = ['Result', 'fit']
 
 
 class Result(NamedTuple):
@@ -127,7 +107,7 @@ def fit(
     FileNotFoundError: if `evaluate_only` finds no checkpoint.
   """
   options = options or Options()
-  stages = _stages(build, steps, stages, data)
+  stages = plan_stages(build, steps, stages, data)
   for stage in stages:
     options.check(stage.name, stage.steps)
   mesh = make_mesh(*options.mesh, runs=runs)
@@ -149,7 +129,7 @@ def fit(
       stack.callback(checkpoints.close)
     if checkpoints and checkpoints.latest is not None:
       meta = checkpoints.meta(checkpoints.latest)
-      _check_resume(meta, stages, identity, options, evaluate_only)
+      check_stages(meta, stages, identity, options, evaluate_only)
     if evaluate_only:
       writers = ()
     if writers is None:
@@ -167,7 +147,7 @@ def fit(
     ]  # fmt: skip
     if evaluate_only:
       # The run ends where it stands, and nothing is written.
-      stages = _cut(stages[: meta.stage + 1], meta.step)
+      stages = cut_stages(stages[: meta.stage + 1], meta.step)
     session = _Session(
       stages, programs, options, checkpoints, identity, meta, summarize, stop,
       Recorder(writers, runs, meta.step, meta.metrics),
@@ -175,54 +155,6 @@ def fit(
       stack.enter_context(stop_request(workdir is not None)), workdir,
     )  # fmt: skip
     return session.run()
-
-
-def _stages(build, steps, stages, data) -> list[Stage]:
-  if not stages:
-    if build is None or steps is None:
-      raise ValueError('give build and steps, or stages')
-    return [Stage('main', steps, build, None, data)]
-  if build is not None or steps is not None:
-    raise ValueError('stages bring their own build and steps; drop these')
-  return [stage._replace(data=stage.data or data) for stage in stages]
-
-
-def _check_resume(
-  meta: Meta,
-  stages: Sequence[Stage],
-  identity: Mapping[str, Any],
-  options: Options,
-  evaluate_only: bool,
-) -> None:
-  """Refuses a checkpoint that the run asked for cannot go on from."""
-  fingerprint = _fingerprint(stages[min(meta.stage, len(stages) - 1)].data)
-  check_resume(meta, identity, fingerprint, options.allow_config_change)
-  ends = list(itertools.accumulate(stage.steps for stage in stages))
-  begin = sum(stage.steps for stage in stages[: meta.stage])
-  last = meta.stage >= len(stages) - 1
-  if meta.stage >= len(stages) or not (
-    begin <= meta.step and (last or meta.step <= ends[meta.stage])
-  ):
-    raise ValueError(
-      f'the checkpoint at step {meta.step} is in stage {meta.stage}, but the'
-      f' stages now end at steps {ends}; keep the steps of the stages that were'
-      ' begun, or use another --workdir'
-    )
-  if not evaluate_only and meta.step % options.steps_per_call:
-    raise ValueError(
-      f'steps_per_call={options.steps_per_call} does not divide the step'
-      f' {meta.step} of the checkpoint; pass one that does'
-    )
-
-
-def _fingerprint(data: Data | None) -> dict[str, Any]:
-  return {} if data is None else data.fingerprint
-
-
-def _cut(stages: Sequence[Stage], steps: int) -> list[Stage]:
-  """The stages, the last one ended so that `steps` are done in all."""
-  before = sum(stage.steps for stage in stages[:-1])
-  return [*stages[:-1], stages[-1]._replace(steps=steps - before)]
 
 
 @dataclasses.dataclass
@@ -362,7 +294,7 @@ class _Session:
   ) -> None:
     if self.checkpoints:
       meta = Meta(
-        step, index, self.identity, _fingerprint(self.stages[index].data),
+        step, index, self.identity, self.stages[index].fingerprint,
         self.chronometer.progress, self.recorder.metrics, stopped,
       )  # fmt: skip
       self.checkpoints.save(state, meta)

@@ -11,6 +11,7 @@ the step is that of one slide of --patches patches, split over all chips.
 import os
 import pathlib
 import sys
+from typing import Any
 
 from absl import app, flags
 from ml_collections import config_flags
@@ -74,7 +75,8 @@ def _one_slide(config, chips):
   features = np.zeros((count, FLAGS.features), np.float32)
   bag = mil.Bag(features, np.ones(count, bool), graph=ell_from_grid(ij))
   optimizer, _ = train.make_optimizer(config.optimizer, config.train.steps)
-  model = PatchParallel(make_model(config, 'tmevolve', 2))
+  # It has what a module is asked for: init and apply.
+  model: Any = PatchParallel(make_model(config, 'tmevolve', 2))
   build = mil.classification_method(model, optimizer, num_classes=2)
   data = patch_data([bag], np.zeros(1, int), chips)
   yield f'one slide of {count} patches', build, data, 0

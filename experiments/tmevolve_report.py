@@ -220,7 +220,9 @@ def _trace(config, bagset: BagSet, folds: tmevolve.Folds, params):
   for run in np.flatnonzero(folds.repeat == 0):
     test = np.flatnonzero(folds.test[run])
     batch = batch_bags([bagset.bags[i] for i in test])
-    batch = scale_features(batch, np.full(len(test), run), folds.statistics)
+    batch = scale_features(
+      batch, jax.numpy.full(len(test), run), folds.statistics
+    )
     one = jax.tree.map(lambda x, run=run: x[run], params)
     output = jax.device_get(apply(one, batch))
     region = output.extras['regions'].argmax(-1)

@@ -5,6 +5,7 @@ one is answered at once.
 """
 
 import dataclasses
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -16,8 +17,8 @@ __all__ = ['default_config', 'identity']
 _FIXED = ('batch_size', 'runs')
 
 
-def default_config() -> ConfigDict:
-  """A config with the loop's and the optimizer's fields, to be filled.
+def default_config() -> Any:
+  """A ConfigDict with the loop's and the optimizer's fields, to be filled.
 
   `config.experiment` names a module of `experiments/`; `config.train` holds
   steps, batch_size, runs, microbatches, max_skips and every field of `Options`;

@@ -7,6 +7,7 @@ still checked. Axes: N users, K arms.
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 
 __all__ = [

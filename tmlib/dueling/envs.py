@@ -14,7 +14,7 @@ Axes: N users, K arms.
 from typing import Any, NamedTuple
 
 import chex
-import flax
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np

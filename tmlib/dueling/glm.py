@@ -17,7 +17,7 @@ import warnings
 from typing import Any
 
 import chex
-import flax
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 __all__ = [
@@ -43,7 +44,7 @@ class CGResult(NamedTuple):
 def tree_dot(a: Tree, b: Tree) -> jax.Array:
   """Inner product of two pytrees of equal structure, a scalar."""
   products = jax.tree.map(lambda x, y: jnp.sum(x * y), a, b)
-  return sum(jax.tree.leaves(products))
+  return jnp.asarray(sum(jax.tree.leaves(products)))
 
 
 def tree_axpy(scale: jax.Array | float, a: Tree, b: Tree) -> Tree:

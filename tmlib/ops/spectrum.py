@@ -184,7 +184,7 @@ def slq_trace(
   dim: int,
   probes: int,
   steps: int,
-  dtype=jnp.float32,
+  dtype: Any = jnp.float32,
 ) -> jax.Array:
   """Trace of f(A) by stochastic Lanczos quadrature.
 
@@ -224,7 +224,7 @@ def slq_logdet(
   dim: int,
   probes: int,
   steps: int,
-  dtype=jnp.float32,
+  dtype: Any = jnp.float32,
 ) -> jax.Array:
   """Log det(I + A) for a positive semidefinite A; see `slq_trace`."""
   log1p = lambda x: jnp.log1p(jnp.maximum(x, 0))

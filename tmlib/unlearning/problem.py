@@ -15,6 +15,7 @@ from typing import Any
 
 import flax.struct
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 

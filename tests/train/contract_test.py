@@ -16,7 +16,6 @@ import optax
 import pytest
 
 from tests.train import toy
-from tests.train.loop_test import counting
 from tmlib import train
 
 
@@ -242,7 +241,7 @@ def fit(case, steps=6, workdir=None, build=None, **options):
 
 def test_resume_is_bitwise_and_one_trace_is_enough(case, tmp_path):
   counts = {}
-  whole = fit(case, build=counting(case.build, counts))
+  whole = fit(case, build=toy.counting(case.build, counts))
   assert set(counts.values()) == {1}
   fit(case, 3, tmp_path)
   resumed = fit(case, 6, tmp_path)

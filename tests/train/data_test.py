@@ -11,7 +11,6 @@ import optax
 import pytest
 
 from tests.train import toy
-from tests.train.loop_test import counting
 from tmlib import train
 from tmlib.train.prefetching import prefetch
 
@@ -98,7 +97,7 @@ def test_buckets_change_shapes_and_nothing_else(one_bucket, workers):
   data = stream(source=source, workers=workers)
   passed = stream(one_pass=True, workers=workers)
   used = {passed.bucket(step) for step in range(passed.steps)}
-  result = fit(data, passed, counting(mean_method(), counts))
+  result = fit(data, passed, toy.counting(mean_method(), counts))
   assert counts == {'update': len(BUCKETS), 'evaluate': len(used)}
   assert {c['bucket'] for c in result.costs} == {'4', '8', '12'}
   toy.assert_close(result.state, one_bucket.state)

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from tests.train import toy
-from tests.train.loop_test import scalar_method
 from tmlib import train
 
 
@@ -76,7 +75,7 @@ def sometimes(metric):
     step = state['step'] + 1
     return state | {'step': step}, metric(step)
 
-  return scalar_method(update)
+  return toy.scalar_method(update)
 
 
 def test_a_method_without_guard_is_stopped_at_the_next_read(tmp_path):

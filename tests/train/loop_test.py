@@ -12,26 +12,6 @@ from tmlib.train import program
 from tmlib.train.profile import profiled
 
 
-def counting(build, counts):
-  """The method, counting how often its functions are traced."""
-
-  def counted(axis_name):
-    method = build(axis_name)
-
-    def wrap(name):
-      function = getattr(method, name)
-
-      def call(state, batch):
-        counts[name] = counts.get(name, 0) + 1
-        return function(state, batch)
-
-      return call
-
-    return method._replace(update=wrap('update'), evaluate=wrap('evaluate'))
-
-  return counted
-
-
 @pytest.mark.parametrize('parallel', ['jit', 'pmap'])
 def test_one_trace_of_each_function(tmp_path, parallel):
   counts = {}
@@ -40,7 +20,7 @@ def test_one_trace_of_each_function(tmp_path, parallel):
   )
   # 21 held-out examples: the last batch of the pass is padded.
   result = train.fit(
-    counting(toy.build(), counts), toy.data(), steps=11, options=options,
+    toy.counting(toy.build(), counts), toy.data(), steps=11, options=options,
     evaluations={'held_out': toy.held_out()}, workdir=tmp_path, writers=[],
   )  # fmt: skip
   assert counts == {'update': 1, 'evaluate': 1}
@@ -134,21 +114,6 @@ def test_arguments_that_do_not_fit():
     train.fit(toy.build(), data, steps=2, runs=3)
 
 
-def scalar_method(update):
-  """A method whose state is a step and a number x, from 1."""
-
-  def build(axis_name):
-    del axis_name
-    init = lambda key, batch: {
-      'step': jnp.zeros((), jnp.int32),
-      'x': jnp.ones(()),
-    }
-    evaluate = lambda state, batch: {'sums': {}, 'outputs': {}}
-    return train.Method(init, update, evaluate)
-
-  return build
-
-
 @pytest.mark.parametrize(
   ('update', 'message'),
   [
@@ -163,7 +128,7 @@ def test_an_update_is_held_to_the_contract_before_it_is_compiled(
   update, message
 ):
   with pytest.raises(ValueError, match=message):
-    train.fit(scalar_method(update), steps=2)
+    train.fit(toy.scalar_method(update), steps=2)
 
 
 def halving(state, batch):
@@ -175,7 +140,7 @@ def halving(state, batch):
 def test_stop_ends_and_stays_ended(tmp_path):
   def fit(tolerance, rows=None):
     return train.fit(
-      scalar_method(halving), steps=40, workdir=tmp_path,
+      toy.scalar_method(halving), steps=40, workdir=tmp_path,
       options=train.Options(log_every=2), writers=[rows or toy.Rows()],
       stop=lambda metrics: metrics['gap'] < tolerance,
     )  # fmt: skip

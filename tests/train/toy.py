@@ -74,6 +74,41 @@ def build(optimizer=None, loss=loss_fn, **options):
   )
 
 
+def counting(build, counts):
+  """The method, counting how often its functions are traced."""
+
+  def counted(axis_name):
+    method = build(axis_name)
+
+    def wrap(name):
+      function = getattr(method, name)
+
+      def call(state, batch):
+        counts[name] = counts.get(name, 0) + 1
+        return function(state, batch)
+
+      return call
+
+    return method._replace(update=wrap('update'), evaluate=wrap('evaluate'))
+
+  return counted
+
+
+def scalar_method(update):
+  """A method whose state is a step and a number x, from 1."""
+
+  def build(axis_name):
+    del axis_name
+    init = lambda key, batch: {
+      'step': jnp.zeros((), jnp.int32),
+      'x': jnp.ones(()),
+    }
+    evaluate = lambda state, batch: {'sums': {}, 'outputs': {}}
+    return train.Method(init, update, evaluate)
+
+  return build
+
+
 class Rows:
   """A writer that keeps what it is given."""
 

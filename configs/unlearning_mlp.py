@@ -9,6 +9,8 @@ alpha (f(th) - f(th_0)), whose error against the theory must fall like
 Args: `tiny`, `mlp`, `lazy`, or a data set (`digits`).
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from configs import unlearning_softmax
@@ -17,7 +19,7 @@ from configs import unlearning_softmax
 def get_config(arg: str | None = None) -> ConfigDict:
   """The config; `arg` is None, 'tiny', a network or a data set."""
   network = arg in ('mlp', 'lazy')
-  config = unlearning_softmax.get_config(None if network else arg)
+  config: Any = unlearning_softmax.get_config(None if network else arg)
   config.networks = (arg,) if network else ('mlp', 'lazy')
   if arg == 'tiny':
     config.networks = ('lazy',)

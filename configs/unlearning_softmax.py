@@ -9,14 +9,18 @@ model. `report/` then holds tables and pictures; a first look: `summary.md`.
 Args: `tiny`, or a data set (`digits`).
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from tmlib.config import default_config
 
+SETS = ('digits', 'wine', 'breast_cancer')
+
 
 def get_config(arg: str | None = None) -> ConfigDict:
   """The config; `arg` is None, 'tiny' or a data set."""
-  config = default_config()
+  config: Any = default_config()
   config.experiment = 'unlearning'
   config.networks = ('softmax',)
   config.methods = (
@@ -33,7 +37,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   config.requests = 8  # per band and data set
   config.data = ConfigDict(
     dict(
-      sets=('digits', 'wine', 'breast_cancer'),
+      sets=SETS,
       examples=360,
       features=16,
       flip=0.06,
@@ -67,9 +71,9 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config.train.update(steps=20, batch_size=32, log_every=20)
     config.unlearn.update(passes=4, batch_size=40)
     config.report.update(bootstrap=20, ascent_steps=10, extras=False)
-  elif arg in config.data.sets:
+  elif arg in SETS:
     config.data.sets = (arg,)
   elif arg is not None:
-    allowed = ', '.join(map(repr, ('tiny', *config.data.sets)))
+    allowed = ', '.join(map(repr, ('tiny', *SETS)))
     raise ValueError(f'config arg {arg!r}; allowed: {allowed}')
   return config

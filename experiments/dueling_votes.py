@@ -28,8 +28,15 @@ LEVELS = (1, 2, 3, 4, 5)
 class Source(Protocol):
   """Judgements that can be counted, split, resampled and shuffled."""
 
-  arms: tuple[str, ...]
-  num_users: int
+  @property
+  def arms(self) -> tuple[str, ...]:
+    """Names of the K arms."""
+    ...
+
+  @property
+  def num_users(self) -> int:
+    """N."""
+    ...
 
   def tally(self) -> dueling.Tally:
     """Wins and counts, [N, K, K] each."""
@@ -122,7 +129,8 @@ class VoteSource(NamedTuple):
 
   def split(self, rng):
     """See `Source`."""
-    return tuple(map(VoteSource, dueling.split_votes(self.votes, rng)))
+    first, second = dueling.split_votes(self.votes, rng)
+    return VoteSource(first), VoteSource(second)
 
   def resample(self, rng):
     """See `Source`."""

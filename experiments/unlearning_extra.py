@@ -236,8 +236,8 @@ def lazy_curve(
       again = _minimise(net, full, kept, loss, 30)
       truth = net.apply(full, x) - net.apply(again, x)
       gap = ul.predict_gap(
-        net.apply, loss, full, kept, {'x': x[:n_F], 'y': y[:n_F]}, x,
-        net.ridge, prior=net.prior, solver=ul.Solver('primal'),
+        net.apply, loss, full, kept, {'x': x[:n_F], 'y': y[:n_F]},
+        jnp.asarray(x), net.ridge, prior=net.prior, solver=ul.Solver('primal'),
       )  # fmt: skip
       for name, rows in (('forget', slice(n_F)), ('retain', slice(n_F, None))):
         found[name].append(ul.relative_error(gap[rows], truth[rows])[0])

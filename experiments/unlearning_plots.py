@@ -1,7 +1,8 @@
 """Pictures of the unlearning reports; they take arrays and reports."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -109,7 +110,7 @@ def scatter(
 
 def lines(
   path: Path,
-  curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+  curves: Mapping[str, tuple[Any, Any]],
   labels: tuple[str, str],
   title: str,
   mark: float | None = None,

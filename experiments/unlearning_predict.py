@@ -62,8 +62,10 @@ def _specs(plan: Schedule, problem, sizes, random, full):
   n_R, n_F = sizes
   lr = plan.lr / (n_R + n_F)
   w = plan.weights
-  both = dict(weight_R=1.0, mu=problem.ridge, lr=lr, steps=plan.steps)
-  make = ul.UnlearnSpec
+  both: dict[str, Any] = dict(
+    weight_R=1.0, mu=problem.ridge, lr=lr, steps=plan.steps
+  )
+  make: Any = ul.UnlearnSpec
   taught = jnp.zeros_like(problem.Y_F)
   scrub_R = w.labels + w.teacher
   return {

@@ -5,6 +5,7 @@ Axes: n points, d features, R requests.
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +24,8 @@ def load_diabetes() -> tuple[np.ndarray, np.ndarray]:
   """X [442, 66] standardised quadratic features with a constant, Y [442, 1]."""
   from sklearn.datasets import load_diabetes as load
 
-  x, y = load(return_X_y=True)
+  data: Any = load(return_X_y=True)
+  x, y = map(np.asarray, data)
   first, second = np.triu_indices(x.shape[1])
   x = np.concatenate([x, x[:, first] * x[:, second]], 1)
   x = (x - x.mean(0)) / x.std(0)
@@ -169,7 +171,7 @@ def _sweep(p: ul.RidgeProblem) -> dict:
 
 def _npo(p: ul.RidgeProblem) -> dict[int, float]:
   """Live NPO against its frozen weights: relative distance after k steps."""
-  lr = 0.02 / np.linalg.norm(p.X_F, 2) ** 2
+  lr = float(0.02 / np.linalg.norm(p.X_F, 2) ** 2)
   live = np.asarray(ul.simulate_npo(p, 0.5, lr, 100))
   frozen = np.asarray(ul.simulate(p, ul.npo_weights(0.5, lr, 100)))
   away = lambda k: np.linalg.norm(live[k] - frozen[k]) / np.linalg.norm(

@@ -11,9 +11,11 @@ own feedback and estimate classes, one pair of them per user.
 """
 
 import argparse
+import importlib
 import json
 import platform
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,7 +35,7 @@ def instance() -> dueling.DuelingEnv:
 
 def tmlib_rate(rounds: int, seeds: int, policy: str) -> tuple[float, float]:
   """(rounds x seeds per second, seconds of the timed part)."""
-  method = dueling.bandit_method(instance(), policy, rounds, seeds)(None)
+  method: Any = dueling.bandit_method(instance(), policy, rounds, seeds)(None)
   fold = min(rounds, 4096)
   step = jax.jit(
     lambda s: jax.lax.scan(lambda s, _: method.update(s), s, length=fold)[0],
@@ -88,14 +90,14 @@ def numpy_rate(rounds: int) -> float:
 def duelpy_rate(rounds: int) -> float | None:
   """One seed, duelpy's feedback and estimate; None if it is not installed."""
   try:
-    from duelpy.feedback.matrix_feedback import MatrixFeedback
-    from duelpy.stats.preference_estimate import PreferenceEstimate
+    feedback: Any = importlib.import_module('duelpy.feedback.matrix_feedback')
+    stats: Any = importlib.import_module('duelpy.stats.preference_estimate')
   except ImportError:
     return None
   p, loss, pairs, epochs = _setting()
   rng = np.random.RandomState(0)
-  users = [MatrixFeedback(q, random_state=rng) for q in p]
-  estimates = [PreferenceEstimate(num_arms=ARMS) for _ in p]
+  users = [feedback.MatrixFeedback(q, random_state=rng) for q in p]
+  estimates = [stats.PreferenceEstimate(num_arms=ARMS) for _ in p]
   lottery, explored, total = np.full(ARMS, 1 / ARMS), 0, 0.0
   cumulative, committed = np.cumsum(lottery), 0.01
   begin = time.perf_counter()

@@ -12,6 +12,7 @@ import functools
 import resource
 import time
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,8 @@ def _memory(apply, params, batch_size):
     compiled = jax.jit(
       lambda p, d, v, product=product: product(p, d, v, ridge=1.0)
     ).lower(params, data, params).compile()  # fmt: skip
-    print(f'{n:10d} | {compiled.memory_analysis().temp_size_in_bytes:,}')
+    memory: Any = compiled.memory_analysis()
+    print(f'{n:10d} | {memory.temp_size_in_bytes:,}')
 
 
 def main():

@@ -61,8 +61,9 @@ class Tally(NamedTuple):
     counts: [N, K, K], symmetric, how often i met j; zero diagonal.
   """
 
-  wins: jax.Array
-  counts: jax.Array
+  # jax arrays in a simulation, NumPy where real votes were counted.
+  wins: Any
+  counts: Any
 
 
 def borda_scores(preference: Any) -> jax.Array:
@@ -139,7 +140,7 @@ def _check_tally(tally: Tally, design: str) -> None:
 
 
 def estimate_from_tally(
-  tally: Tally, design: str = 'balanced', delta: float = 0.05
+  tally: Tally, design: str = 'balanced', delta: Any = 0.05
 ) -> BordaEstimate:
   """Estimates Borda scores from counts; the module docstring has the formulas.
 

@@ -29,8 +29,9 @@ class Design(NamedTuple):
     gap: [], max_m phi_m^T V^{-1} phi_m / D - 1 >= 0; zero at the optimum.
   """
 
-  weights: jax.Array
-  gap: jax.Array
+  # jax arrays, or NumPy where the input was NumPy.
+  weights: Any
+  gap: Any
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

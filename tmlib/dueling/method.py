@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from tmlib.dueling import envs, glm, policies, regret, welfare
+from tmlib.dueling.regret import Regret
 from tmlib.train.method import Batch, Build, Evaluation, Method, Metrics
 
 __all__ = ['SimulationState', 'bandit_method', 'play']
@@ -42,8 +43,8 @@ class SimulationState(NamedTuple):
   step: jax.Array
   view: policies.View
   commitment: 'Commitment'
-  regret: regret.Regret
-  carry: regret.Regret
+  regret: Regret
+  carry: Regret
 
 
 class Commitment(NamedTuple):

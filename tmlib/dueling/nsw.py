@@ -54,9 +54,10 @@ class Solution(NamedTuple):
     gap: [], certified bound: best welfare - value <= gap.
   """
 
-  pi: jax.Array
-  value: jax.Array
-  gap: jax.Array
+  # jax arrays, or NumPy where the input was NumPy.
+  pi: Any
+  value: Any
+  gap: Any
 
 
 def first_order_gap(pi: jax.Array, b: jax.Array) -> jax.Array:

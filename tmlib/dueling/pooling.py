@@ -123,7 +123,9 @@ def _bradley_terry(tally, strength, rank):
   phi = np.eye(arms)[x] - np.eye(arms)[y]
   wins, counts = tally.wins[:, x, y], tally.counts[:, x, y]
   fit = lambda f, w, c, l2, offset: np.asarray(
-    glm.glm_mle(*map(jnp.asarray, (f, w, c)), 'logistic', l2, 10, offset),
+    glm.glm_mle(
+      jnp.asarray(f), jnp.asarray(w), jnp.asarray(c), 'logistic', l2, 10, offset
+    ),
     np.float64,
   )
   f32 = lambda a: np.asarray(a, np.float32)

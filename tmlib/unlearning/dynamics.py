@@ -257,7 +257,7 @@ def simulate(problem: RidgeProblem, spec: UnlearnSpec) -> jax.Array:
         b,
         x,
         preconditioner=lambda v: t.G @ v,
-        max_steps=spec.steps,
+        max_steps=spec.steps or 0,
         tol=0.0,
       ).x
     )

@@ -73,7 +73,7 @@ def forget_quality_ks(unlearned: Any, retrained: Any) -> tuple[float, float]:
       raise ValueError(f'{name} is empty: the test needs at least one value.')
     if not np.isfinite(s).all():
       raise ValueError(f'{name} holds NaN or inf.')
-  result = ks_2samp(*samples)
+  result: Any = ks_2samp(samples[0], samples[1])
   return float(result.statistic), float(result.pvalue)
 
 

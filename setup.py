@@ -26,8 +26,8 @@ EXAMPLES = [
 AOT = ['libtpu; platform_system == "Linux"']
 H5 = ['h5py>=3.12']
 TEST = [
-  'grain>=0.2.18',
   'cvxpy>=1.6',
+  'grain>=0.2.18',
   'hypothesis>=6.100',
   'ipykernel>=6.29',
   'nbclient>=0.10',

@@ -34,6 +34,7 @@ TEST = [
   'nbformat>=5.10',
   'pyright>=1.1.390',
   'pytest>=8',
+  'pytest-xdist>=3.6',
   'pyyaml>=6',
   'ruff>=0.9',
   'setuptools>=77',

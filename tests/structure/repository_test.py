@@ -80,7 +80,7 @@ def test_readme_commands_name_real_files_flags_and_extras():
 
 
 def test_ci_runs_the_test_command_of_the_readme():
-  line = next(x for x in commands(README) if x.endswith('-m pytest'))
+  line = next(x for x in commands(README) if x.endswith('-m pytest -n 2'))
   assert 'venv' in line
   assert '.[test]' in line
   assert (ROOT / '.ci' / 'run').stat().st_mode & 0o111

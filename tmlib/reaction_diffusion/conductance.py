@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.graph import PatchGraph, ell_sddmm
+from tmlib.reaction_diffusion.transport import times
 
 __all__ = [
   'SAME_REGION',
@@ -140,7 +141,7 @@ def edge_conductance(
     logits = jnp.zeros_like(rho)
   else:
     theta = (theta + theta.T) / 2
-    logits = ell_sddmm(graph, concepts @ theta, concepts)
+    logits = ell_sddmm(graph, times(concepts, theta), concepts)
   gate = jax.nn.sigmoid(logits + bias)
   intra = rho if stopping is None else rho * stopping
   edges = lambda x: jnp.where(graph.emask, x, 0)
@@ -187,4 +188,4 @@ def upwind_velocity(
     [..., N, K], antisymmetric, for `advection`.
   """
   phi = (phi - phi.T) / 2
-  return boundary * jnp.tanh(ell_sddmm(graph, concepts @ phi, concepts))
+  return boundary * jnp.tanh(ell_sddmm(graph, times(concepts, phi), concepts))

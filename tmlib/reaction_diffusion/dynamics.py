@@ -56,6 +56,7 @@ from tmlib.reaction_diffusion.transport import (
   align,
   laplacian,
   row_sum,
+  times,
 )
 
 __all__ = [
@@ -172,7 +173,7 @@ def make_dynamics(coefficients: Coefficients, graph: PatchGraph) -> Dynamics:
     if c.exchange is None or c.boundary is None:
       return zero
     flux = laplacian(c.boundary, fields.concepts, graph)
-    return zero._replace(hidden=flux @ c.exchange)
+    return zero._replace(hidden=times(flux, c.exchange))
 
   outflow_h = outflow_of(c.alpha, c.eta)
   if c.velocity is not None:
@@ -261,6 +262,6 @@ def _target(c, hidden):
   if c.reaction == 'none':
     return hidden
   if c.reaction == 'relax':
-    return jnp.tanh(hidden @ c.kernel + align(c.bias, hidden.ndim))
+    return jnp.tanh(times(hidden, c.kernel) + align(c.bias, hidden.ndim))
   reaction = REACTIONS[c.reaction]
   return reaction.target(jnp.clip(hidden, reaction.low, reaction.high))

@@ -113,8 +113,7 @@ def assign_regions(
   Returns:
     [..., N, R], S; zeros in padding.
   """
-  queries = layer_norm(hidden) @ params.query
-  queries = queries / jnp.sqrt(float(hidden.shape[-1]))
+  unit = layer_norm(hidden) / jnp.sqrt(float(hidden.shape[-1]))
   member_f = member.astype(hidden.dtype)
   offset = 0.0
   if params.concept_prototypes is not None:
@@ -125,7 +124,9 @@ def assign_regions(
   )
 
   def soft(prototypes):
-    scores = jnp.einsum('...nd,...srd->...nsr', queries, prototypes)
+    # W_q meets the few prototypes rather than the many patches.
+    keys = prototypes @ params.query.T
+    scores = jnp.einsum('...nd,...srd->...nsr', unit, keys)
     scores = jnp.einsum('...nsr,...ns->...nr', scores, member_f) + offset
     s = jax.nn.softmax(scores / temperature, axis=-1)
     return jnp.where(jnp.any(member, -1, keepdims=True), s, 0)

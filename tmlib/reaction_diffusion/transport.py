@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.graph import PatchGraph, ell_spmm
 
-__all__ = ['advection', 'align', 'laplacian', 'row_sum']
+__all__ = ['advection', 'align', 'laplacian', 'row_sum', 'times']
 
 
 def align(vector: jax.Array | float, ndim: int) -> jax.Array:
@@ -18,6 +18,16 @@ def align(vector: jax.Array | float, ndim: int) -> jax.Array:
   if vector.ndim == 0:
     return vector
   return vector.reshape((1,) * (ndim - vector.ndim) + vector.shape)
+
+
+def times(values: jax.Array, matrix: jax.Array) -> jax.Array:
+  """[..., N, D] times [D, E], as one product of matrices.
+
+  With the rows in one axis the gradient of `matrix` contracts one axis too,
+  which XLA turns into a plain matrix product on every platform.
+  """
+  rows = values.reshape(-1, values.shape[-1]) @ matrix
+  return rows.reshape(*values.shape[:-1], matrix.shape[-1])
 
 
 def row_sum(weights: jax.Array, graph: PatchGraph) -> jax.Array:

@@ -73,8 +73,13 @@ def get_config(arg: str | None = None) -> ConfigDict:
       rows=6,
       dim=64,
       cone=1.0,
-      feature_noise=1.0,
-      embedding_noise=2.0,
+      feature_noise=2.0,
+      embedding_noise=1.0,
+      size=12,
+      thickness=1,
+      model=ConfigDict(
+        dict(pooling='patch', steps=6, refine_iters=0, smooth_iters=0)
+      ),
     )
   )
   config.report = ConfigDict(dict(bootstrap=1000, bags=4))

@@ -3,8 +3,8 @@
 Every variant of TMEvolve, its controls and ABMIL on the same bags, R seeds of a
 variant in one program. Seeds differ in initial weights and in the order of the
 bags; the bags are the same. A second set of parts asks whether the concept
-matrix matters: patch embeddings in a text-like space, with the given rows,
-shuffled rows or random ones.
+matrix matters, on the tissue of `configs/capsule.py`: patch embeddings in a
+text-like space, with the given rows, shuffled rows or random ones.
 
 Axes: R runs (seeds), n bags, N patches, P features, Q text dimensions, M
 concepts.
@@ -40,7 +40,8 @@ def simulate(config, split: str, concepts: bool = False) -> dict[str, Any]:
   Args:
     config: of the experiment.
     split: 'train', 'validation' or 'test'; each has its own seed.
-    concepts: the bags of the concept task: noisier features, and embeddings.
+    concepts: the bags of the concept task: cords in a capsule (see
+      `configs/capsule.py`), noisier features, and embeddings.
 
   Returns:
     features [n, N, P], label [n], kinds [n, N], positions [N, 2], and
@@ -49,10 +50,15 @@ def simulate(config, split: str, concepts: bool = False) -> dict[str, Any]:
   data = config.data
   size = planted.split_sizes(config)[planted.SPLITS.index(split)]
   seed = 10 * config.seed + planted.SPLITS.index(split)
-  bags = tissue.touching_blobs(
-    size, seed=seed, size=data.size, radius=data.radius
-  )
-  noise = config.concepts.feature_noise if concepts else data.noise
+  if concepts:
+    c = config.concepts
+    bags = tissue.capsule(size, seed=seed, size=c.size, thickness=c.thickness)
+    noise = c.feature_noise
+  else:
+    bags = tissue.touching_blobs(
+      size, seed=seed, size=data.size, radius=data.radius
+    )
+    noise = data.noise
   found = {
     'features': tissue.noisy_one_hot(
       bags.kinds, dim=data.dim, noise=noise, seed=seed
@@ -97,7 +103,7 @@ def concept_matrix(config, rows: str) -> np.ndarray:
 def concept_model(config, name: str) -> nn.Module:
   """TMEvolve with one of `CONCEPTS`."""
   mode, rows = CONCEPTS[name]
-  options: dict[str, Any] = {'concept_mode': mode}
+  options: dict[str, Any] = {'concept_mode': mode, **config.concepts.model}
   if rows is not None:
     options['concept_matrix'] = concept_matrix(config, rows)
   return planted.make_model(config, 'tmevolve', 2, **options)

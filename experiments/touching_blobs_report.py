@@ -38,7 +38,7 @@ task.
 """
 
 _CONCEPT_NOTE = """
-The same tissue with noisier features, and patch embeddings in a space of {dim}
+Cords in a capsule with noisy features, and patch embeddings in a space of {dim}
 dimensions, each near the row of its kind; of {rows} rows, three belong to kinds
 that occur. `given`: the true rows; `shuffled`: their coordinates permuted
 alike; `random`: other rows; all three read the embeddings by cosine.

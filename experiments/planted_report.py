@@ -19,8 +19,7 @@ from flax import linen as nn
 
 from experiments import planted, tissue_plots
 from kernels_pallas.graph import PatchGraph
-from tmlib.mil import auroc, over_repeats
-from tmlib.ops.statistics import bootstrap_interval
+from tmlib.mil import auroc
 
 __all__ = [
   'best_run',
@@ -76,32 +75,91 @@ def _predictions(folder: Path) -> dict[tuple[str, int], list]:
 def intervals(
   labels: np.ndarray, scores: np.ndarray, samples: int
 ) -> dict[str, Any]:
-  """AUC over runs, with an interval over runs and one over test bags.
+  """AUC over runs, with an interval over runs and test bags together.
 
   Args:
     labels: [n], 0 or 1.
     scores: [n, R].
-    samples: of both bootstraps.
+    samples: of the bootstrap.
 
   Returns:
-    mean, median, min, seeds_low and seeds_high (the mean under resampled
-    runs), bags_low and bags_high (the mean under resampled bags, all runs of a
-    bag kept together), each.
+    mean, median, min, low and high (see `crossed_interval`), each.
   """
   each = np.array([auroc(labels, s) for s in scores.T])
-  options = {'samples': samples, 'method': 'percentile'}
-  seeds = bootstrap_interval(np.mean, each, **options)
-  bags = bootstrap_interval(over_repeats(auroc), labels, scores, **options)
+  low, high = crossed_interval(labels, scores, samples)
   return {
     'mean': float(each.mean()),
     'median': float(np.median(each)),
     'min': float(each.min()),
-    'seeds_low': seeds.low,
-    'seeds_high': seeds.high,
-    'bags_low': bags.low,
-    'bags_high': bags.high,
+    'low': low,
+    'high': high,
     'each': each,
   }
+
+
+def difference(
+  labels: np.ndarray, first: np.ndarray, second: np.ndarray, samples: int
+) -> dict[str, Any]:
+  """Mean AUC of the first minus that of the second, run by run.
+
+  Args:
+    labels: [n], 0 or 1.
+    first: [n, R].
+    second: [n, R], on the same bags.
+    samples: of the bootstrap.
+
+  Returns:
+    difference, difference_low, difference_high (see `crossed_interval`), and
+    seeds_ahead, the number of runs in which the first is ahead.
+  """
+  gaps = np.array([
+    auroc(labels, a) - auroc(labels, b)
+    for a, b in zip(first.T, second.T, strict=True)
+  ])  # fmt: skip
+  low, high = crossed_interval(labels, first, samples, second)
+  return {
+    'difference': float(gaps.mean()),
+    'difference_low': low,
+    'difference_high': high,
+    'seeds_ahead': int((gaps > 0).sum()),
+  }
+
+
+def crossed_interval(
+  labels: np.ndarray,
+  scores: np.ndarray,
+  samples: int,
+  other: np.ndarray | None = None,
+) -> tuple[float, float]:
+  """95 % percentile bootstrap over runs *and* bags of a mean AUC.
+
+  Every sample draws runs and bags anew: runs alone share their test bags, bags
+  alone share their trained models, and either interval would be too short.
+
+  Args:
+    labels: [n], 0 or 1.
+    scores: [n, R].
+    samples: number of samples.
+    other: [n, R], whose AUC is taken off, run by run, or None.
+
+  Returns:
+    low, high.
+  """
+  rng = np.random.default_rng(0)
+  n, runs = scores.shape
+  means = []
+  while len(means) < samples:
+    bags = rng.integers(n, size=n)
+    if np.ptp(labels[bags]) == 0:
+      continue
+    value = 0.0
+    for run in rng.integers(runs, size=runs):
+      value += auroc(labels[bags], scores[bags, run])
+      if other is not None:
+        value -= auroc(labels[bags], other[bags, run])
+    means.append(value / runs)
+  low, high = np.quantile(means, [0.025, 0.975])
+  return float(low), float(high)
 
 
 def seconds(folder: Path) -> tuple[float, float]:

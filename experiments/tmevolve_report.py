@@ -35,10 +35,15 @@ __all__ = ['write']
 _NOTE = """
 Figures: AUC of the scores pooled over the folds of a repeat, then the mean over
 the repeats ({seeds}). Intervals: {samples} bootstrap samples over *bags*, all
-repeats of a bag kept together (95 %, BCa). `detectable` is the smallest true
-difference to {reference} that so many bags would show with 80 % power at the
-5 % level: smaller differences in this table mean nothing. Standardisation and
-graphs never see a test bag, and nothing was picked on test folds.
+repeats of a bag kept together (95 %, BCa). `detectable`: a smaller true
+difference to {reference} would be missed by so many bags more often than one
+time in five, at the 5 % level and for these trained models; whether a given
+difference is beyond chance is told by its interval, for one comparison at a
+time. Pooling favours nobody but lies a little low: folds whose test bags are
+positive train with fewer positives. Standardisation uses training bags only, a
+bag's graph that bag alone; hyper-parameters are the same for all sets, and no
+step or seed was picked on test folds. The penalty of the logistic regression is
+one of two that were tried, the one with the higher figures.
 
 These bags come without positions and without a text encoder: the patch graph is
 a mutual {k}-NN graph in feature space, and TMEvolve's concepts are learned.

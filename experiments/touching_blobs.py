@@ -72,7 +72,7 @@ def simulate(config, split: str, concepts: bool = False) -> dict[str, Any]:
       bags.kinds,
       concept_matrix(config, 'given'),
       noise=config.concepts.embedding_noise,
-      seed=seed,
+      seed=seed + 500,  # not the noise of the features
     )
   return found
 

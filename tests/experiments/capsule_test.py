@@ -103,7 +103,7 @@ def test_tiny_leaves_its_report(tmp_path):
     rows = list(csv.DictReader(file))
   assert [row['model'] for row in rows] == ['uniform', 'tmevolve']
   for row in rows:
-    assert 0 <= float(row['bags_low']) <= float(row['mean']) + 1e-9
+    assert 0 <= float(row['low']) <= float(row['mean']) + 1e-9
     assert len(row['each_seed'].split()) == 2
   text = (out / 'table.md').read_text()
   assert 'One may conclude' in text

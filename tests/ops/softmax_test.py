@@ -102,6 +102,11 @@ def test_ids_out_of_range_belong_to_nobody():
     jnp.zeros(3), jnp.ones(3, bool), jnp.array([0, 5, -1]), 2
   )
   np.testing.assert_array_equal(got, [1, 0, 0])
+  # Nor may a large one overflow: its gradient would be 0 * inf.
+  jacobian = jax.jacobian(
+    lambda x: segment_softmax(x, jnp.ones(3, bool), jnp.array([0, 0, -1]), 1)
+  )(jnp.array([1.0, 2.0, 200.0]))
+  assert np.isfinite(jacobian).all()
 
 
 def test_segment_gradients_are_finite_with_empty_segments_and_junk():

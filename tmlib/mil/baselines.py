@@ -49,7 +49,7 @@ def pooled_logistic(
   Features are standardised with the training bags of each fold; the penalty
   is the squared norm with inverse strength C = `regularization`. The default
   is one value for all data sets; of 1 and 0.1 it is the one whose figures agree
-  with those known for these sets, so it favours the baseline if anything.
+  with those known for these sets: a choice in hindsight.
 
   Args:
     bagset: n bags of two classes.

@@ -81,13 +81,14 @@ def segment_softmax(
   chex.assert_equal_shape([logits, mask, segment_ids])
   member = one_hot_segments(segment_ids, mask, num_segments)
   lowest = jnp.finfo(logits.dtype).min
-  logits = jnp.where(mask, logits, lowest)
+  # An entry whose id is out of range belongs to nobody; its exponential must
+  # not overflow, for 0 * inf would be its gradient.
+  logits = jnp.where(jnp.any(member, -1), logits, lowest)
   peak = jnp.max(jnp.where(member, logits[..., None], lowest), axis=-2)
   peak = jax.lax.stop_gradient(jnp.maximum(peak, lowest))
   # One segment per entry, so a sum over where() is a lookup without a gather.
   own_peak = jnp.sum(jnp.where(member, peak[..., None, :], 0), axis=-1)
   weights = jnp.where(mask, jnp.exp(logits - own_peak), 0)
-  # An entry whose id is out of range belongs to nobody.
   weights = jnp.where(jnp.any(member, -1), weights, 0)
   total = jnp.sum(jnp.where(member, weights[..., None], 0), axis=-2)
   own_total = jnp.sum(jnp.where(member, total[..., None, :], 0), axis=-1)

@@ -147,7 +147,8 @@ def edge_conductance(
   edges = lambda x: jnp.where(graph.emask, x, 0)
   return Conductance(
     intra=edges(intra / degree),
-    boundary=edges((1 - rho) * gate / degree),
+    # rho may exceed one by rounding.
+    boundary=edges(jnp.maximum(1 - rho, 0) * gate / degree),
     same=edges(rho),
     gate=edges(gate),
   )

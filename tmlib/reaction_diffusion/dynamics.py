@@ -23,7 +23,8 @@ S2 (bounded). The coefficient of H_i is 1 - tau (sum_j c_ijd + k lam) >= 0 when
   B the largest modulus in the box (1 here), F = max_i |(Delta^b Z)_i E| <=
   max_i sum_j b_ij |Z_j - Z_i|_1 max|E|, that is 2 max|E| on the simplex and
   M max|E| for sigmoid concepts. So limsup |H| <= B + F / (k lam) with a
-  reaction; without one |H| <= |H0| + t F. Growth is linear at worst.
+  reaction; without one |H| <= |H0| + t F. With symmetric flux, growth is linear
+  at worst.
 
 S3 (conservation). a, b are symmetric, so the terms of edge ij and ji cancel in
   the sum over patches: with lam = 0 sum_i H_i and sum_i Z_i are constant,
@@ -212,10 +213,12 @@ def stable_tau(
   reaction: str = 'relax',
   flux: str = 'symmetric',
 ) -> jax.Array | float:
-  r"""Largest step for which S1, S2 and S4 hold for every graph and parameter.
+  r"""Largest step for which the facts hold for every graph and parameter.
 
-  tau = 1 / (1 + k lam); 1 / (2 + k lam) with the upwind flux, whose outflow
-  sum_j b_ij v^+_ij <= 1 comes on top of sum_j c_ij <= 1.
+  tau = 1 / (1 + k lam) for S1, S2 and S4. With the upwind flux, whose outflow
+  sum_j b_ij v^+_ij <= 1 comes on top of sum_j c_ij <= 1, tau = 1 / (2 + k lam)
+  keeps S1, and H from changing sign where it starts with one; directed flux may
+  pile H up, so S2 and S4 have no counterpart.
 
   Args:
     lam: reaction rate in [0, 1).

@@ -9,9 +9,11 @@ gain(u) - outflow u and gain >= 0. States are pytrees of arrays [..., N, D].
   heun            2       t*: a convex combination of two Euler steps
   rk4             4       t* (l2 only, limit 2.785 / 2 of S4's bound; it is not
                           such a combination and has no maximum principle)
-  semi_implicit   1       any: maximum principle, not conservative
-  imex_cg         1       any: maximum principle up to the solver's residual,
-                          conservative where rate = 0
+  semi_implicit   1       any: maximum principle (symmetric flux), not
+                          conservative
+  imex_cg         1       any, once the solver has converged: maximum principle,
+                          and conservative where rate = 0. Large steps need more
+                          iterations: read the residual
 
 semi_implicit. u' = (u + tau (gain(u) + rate v(u) + force)) / (1 + tau (outflow
   + rate)): without force the weights of u, of its neighbours and of v are >= 0

@@ -174,8 +174,8 @@ def gread_tau(reaction: str, alpha: float = 1.0, beta: float = 1.0) -> float:
 
   Args:
     reaction: one of `GREAD_REACTIONS`.
-    alpha: >= 0, the largest if a vector is used.
-    beta: >= 0, the largest if a vector is used.
+    alpha: >= 0; with gains per channel take the least tau over channels.
+    beta: >= 0, of the same channel.
 
   Returns:
     tau.

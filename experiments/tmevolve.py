@@ -21,6 +21,7 @@ from tmlib.data import (
   with_knn_graphs,
 )
 from tmlib.mil import (
+  MODELS,
   classification_method,
   create_model,
   cross_validation_runs,
@@ -62,6 +63,14 @@ def make_folds(config, bagset: BagSet) -> Folds:
     raise ValueError(
       f'train.runs is the number of seeds, at least 1, got {config.train.runs}'
     )
+  counts = np.bincount(bagset.labels)
+  few = int(counts.argmin())
+  if counts[few] < config.data.folds:
+    raise ValueError(
+      f'label {bagset.classes[few]:g} has {counts[few]} bags, fewer than '
+      f'data.folds={config.data.folds}: a fold would test without it. Lower '
+      'data.folds, or look whether column 0 holds class labels'
+    )
   seeds = range(config.seed, config.seed + config.train.runs)
   folds = np.stack(
     [stratified_folds(bagset.labels, config.data.folds, s) for s in seeds]
@@ -82,6 +91,7 @@ def make_model(config, name: str, num_classes: int) -> nn.Module:
 
 def make(config) -> train.Experiment:
   """One part per set and model, and a report over all of them."""
+  _check_names(config)
   bagsets = {name: load_set(config, name) for name in config.data.sets}
   parts = {
     part_name(config, name, model): _part(config, bagset, model)
@@ -95,6 +105,22 @@ def make(config) -> train.Experiment:
     tmevolve_report.write(config, bagsets, workdir)
 
   return train.Experiment(parts=parts, report=report)
+
+
+def _check_names(config) -> None:
+  stems = [Path(name).stem for name in config.data.sets]
+  again = sorted({stem for stem in stems if stems.count(stem) > 1})
+  if again:
+    raise ValueError(
+      f'data.sets has several files named {again[0]!r}; rename them, for their '
+      'results would share a folder'
+    )
+  known = {'tmevolve', *MODELS}
+  for name in config.models:
+    if name not in known:
+      raise ValueError(
+        f'models has {name!r}; known: {", ".join(sorted(known))}'
+      )
 
 
 def part_name(config, name: str, model: str) -> str:

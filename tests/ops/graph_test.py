@@ -440,3 +440,11 @@ def test_real_slide_has_its_published_graph():
     warnings.simplefilter('error')
     pixels = G.graph_from_coords(ij * 256 - 30_000, len(ij))
   np.testing.assert_array_equal(pixels.nbr, graph.nbr)
+
+
+def test_a_grid_on_which_nothing_touches_is_pointed_out():
+  # Pixels taken for grid positions: every patch would be alone.
+  ij = 256 * np.stack(np.divmod(np.arange(6), 3), -1)
+  with pytest.warns(UserWarning, match='no two of them touch.*grid_index'):
+    graph = G.ell_from_grid(ij)
+  assert not graph.emask.any()

@@ -127,7 +127,13 @@ def _locate(name_or_path: str | Path) -> Path:
 
 def _read_lines(path: Path) -> list[str]:
   """Lines of equal width; a line number is its index + 1."""
-  text = path.read_text(encoding='utf-8-sig').rstrip()
+  try:
+    text = path.read_text(encoding='utf-8-sig').rstrip()
+  except UnicodeDecodeError as error:
+    raise ValueError(
+      f'{path}: not UTF-8 text (byte {error.start}); unpack it or save it as '
+      'UTF-8'
+    ) from None
   if not text:
     raise ValueError(f'{path}: the file is empty')
   lines = text.splitlines()

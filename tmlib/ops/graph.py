@@ -90,7 +90,7 @@ def ell_from_grid(
   if not np.issubdtype(ij.dtype, np.integer):
     raise TypeError(
       f'ij has dtype {ij.dtype}, expected integers; convert coordinates with '
-      'grid_index(coords, pitch)'
+      'tmlib.ops.graph.grid_index(coords, pitch)'
     )
   if connectivity not in (4, 8):
     raise ValueError(f'connectivity={connectivity!r} must be 4 or 8')
@@ -113,6 +113,13 @@ def ell_from_grid(
         'slides, or pass duplicates="first"'
       )
     warnings.warn(f'{message}; the later ones get no edges', stacklevel=2)
+  if len(nodes) > 1 and not len(a):
+    warnings.warn(
+      f'{len(nodes)} patches and no two of them touch, so nothing will flow;'
+      ' if the positions are pixels, convert them with '
+      'tmlib.ops.graph.grid_index(coords, pitch)',
+      stacklevel=2,
+    )
   tail = nodes[np.concatenate([a, b])]
   head = nodes[np.concatenate([b, a])]
   return table(tail, head, n, connectivity if k is None else k)

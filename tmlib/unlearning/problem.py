@@ -59,6 +59,7 @@ class RidgeProblem(flax.struct.PyTreeNode):
 
 
 def concrete(*arrays) -> bool:
+  """Whether all have values, so that they can be checked: none is traced."""
   return not any(isinstance(a, jax.core.Tracer) for a in arrays)
 
 

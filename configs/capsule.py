@@ -30,7 +30,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   config: Any = default_config()
   config.experiment = 'capsule'
   config.models = (
-    'gated_abmil', 'static', 'uniform', 'uniform_relax', 'tmevolve'
+    'gated_abmil', 'static', 'uniform', 'uniform_relax', 'tmevolve', 'no_flux'
   )  # fmt: skip
   config.data = ConfigDict(
     dict(
@@ -69,7 +69,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   if arg == 'pairs':
     config.data.update(task='pairs', thickness=(1, 2), noise=(0.3, 0.5, 0.7))
   elif arg == 'full':
-    config.models = (*config.models, 'no_flux', 'no_concept_flux')
+    config.models = (*config.models, 'no_concept_flux')
     config.data.update(noise=(0.4, 0.6, 0.8, 1.0), train_bags=1000)
     config.train.update(steps=600, batch_size=16)
     config.tmevolve.steps = 8

@@ -73,8 +73,11 @@ def get_config(arg: str | None = None) -> ConfigDict:
       rows=6,
       dim=64,
       cone=1.0,
-      feature_noise=2.0,
-      embedding_noise=1.0,
+      # How often one patch is told right by its features, by its embedding:
+      # the noise follows from it.
+      feature_accuracy=0.5,
+      embedding_accuracy=0.9,
+      seed=2718,
       size=12,
       thickness=1,
       model=ConfigDict(

@@ -1,8 +1,8 @@
 """Where must gating beat plain diffusion? Curves over noise and thickness.
 
-A point of the curve is one noise level and one thickness; all points and seeds
-of a model are runs of one program. Runs of a point share its bags and differ in
-initial weights and in the order of the bags.
+A point of the curve is one noise level and one thickness, with tissue and noise
+of its own; all points and seeds of a model are runs of one program. Runs of a
+point share its bags and differ in initial weights and in the order of the bags.
 
 Axes: L points, R runs (L x seeds), n bags of a point, N patches, P features.
 """
@@ -51,11 +51,11 @@ def point_of(config) -> np.ndarray:
 
 
 def simulate(config, split: str) -> Points:
-  """Bags of one split; bags of one thickness differ in their noise only.
+  """Bags of one split; no two points share tissue or noise.
 
   Args:
     config: of the experiment.
-    split: 'train', 'validation' or 'test'; each has its own seed.
+    split: 'train', 'validation' or 'test'; each has its own seeds.
   """
   data = config.data
   if data.task not in TASKS:
@@ -63,13 +63,13 @@ def simulate(config, split: str) -> Points:
       f'data.task={data.task!r} is unknown; allowed: {", ".join(TASKS)}'
     )
   size = planted.split_sizes(config)[planted.SPLITS.index(split)]
-  seed = 10 * config.seed + planted.SPLITS.index(split)
   features, bags = [], []
   for thickness, noise in points(config):
-    bags.append(_tissue(data, size, seed, thickness))
+    layout, disturb = planted.data_seeds(config, split, thickness, noise)
+    bags.append(_tissue(data, size, layout, thickness))
     features.append(
       tissue.noisy_one_hot(
-        bags[-1].kinds, dim=data.dim, noise=noise, seed=seed,
+        bags[-1].kinds, dim=data.dim, noise=noise, seed=disturb,
         contrast={3: data.contrast} if data.task == 'capsule' else None,
       )
     )  # fmt: skip
@@ -83,7 +83,6 @@ def simulate(config, split: str) -> Points:
 
 
 def _tissue(data, size: int, seed: int, thickness: int) -> tissue.Tissue:
-  seed = 100 * thickness + seed
   if data.task == 'capsule':
     return tissue.capsule(
       size, seed=seed, size=data.size, thickness=thickness, cord=data.cord

@@ -20,10 +20,9 @@ _CONTROL, _OURS = 'uniform', 'tmevolve'
 _NOTE = """
 Test AUC, mean over {runs} seeds per point and model, [95 % bootstrap over seeds
 and the {bags} test bags of the point together]; the last step is used. The
-design was fixed in pilots on other simulation seeds. All points share their
-noise but for its level, and those of one thickness their tissue: they are not
-independent, and each has one training set, of which no interval speaks. All
-models share width and optimizer, the variants of TMEvolve also steps of
+design was fixed in pilots on other simulation seeds. Every point has tissue and
+noise of its own, for training as for testing, so points are independent; each
+has one training set, of which no interval speaks. All models share width and optimizer, the variants of TMEvolve also steps of
 diffusion and readout. `uniform` is plain diffusion, `uniform_relax` adds a
 learned nonlinear reaction, which makes it an ordinary graph network with shared
 weights; `static` and `gated_abmil` see no neighbours. Compare models at one

@@ -25,6 +25,7 @@ __all__ = [
   'SPLITS',
   'VARIANTS',
   'count_parameters',
+  'data_seeds',
   'grid_bag',
   'grid_data',
   'grid_graph',
@@ -110,6 +111,24 @@ def split_sizes(config) -> tuple[int, int, int]:
       'one says nothing about their spread'
     )
   return sizes
+
+
+def data_seeds(config, split: str, *point: float) -> tuple[int, int]:
+  """Seeds of the tissue and of the noise of one set of bags.
+
+  Args:
+    config: with `seed`.
+    split: one of `SPLITS`.
+    *point: what else names the bags, such as a noise level; to a millionth.
+
+  Returns:
+    Two seeds. They are independent of one another and of those of every other
+    split and point.
+  """
+  entropy = [config.seed, SPLITS.index(split)]
+  entropy += [round(1e6 * value) for value in point]
+  tissue, noise = np.random.SeedSequence(entropy).generate_state(2)
+  return int(tissue), int(noise)
 
 
 def grid_graph(

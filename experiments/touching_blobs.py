@@ -10,6 +10,7 @@ Axes: R runs (seeds), n bags, N patches, P features, Q text dimensions, M
 concepts.
 """
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,14 @@ from tmlib import train
 from tmlib.data import tissue
 from tmlib.mil import auroc
 
-__all__ = ['CONCEPTS', 'concept_matrix', 'concept_model', 'make', 'simulate']
+__all__ = [
+  'CONCEPTS',
+  'concept_matrix',
+  'concept_model',
+  'concept_noise',
+  'make',
+  'simulate',
+]
 
 # Name -> concept mode, and what is done to the given rows; None for no rows.
 CONCEPTS = {
@@ -49,19 +57,19 @@ def simulate(config, split: str, concepts: bool = False) -> dict[str, Any]:
   """
   data = config.data
   size = planted.split_sizes(config)[planted.SPLITS.index(split)]
-  seed = 10 * config.seed + planted.SPLITS.index(split)
   if concepts:
-    c = config.concepts
-    bags = tissue.capsule(size, seed=seed, size=c.size, thickness=c.thickness)
-    noise = c.feature_noise
+    layout, disturb = planted.data_seeds(config.concepts, split)
+    bags = _cords(config, size, layout)
+    noise, spread = concept_noise(config)
   else:
+    layout, disturb = planted.data_seeds(config, split)
     bags = tissue.touching_blobs(
-      size, seed=seed, size=data.size, radius=data.radius
+      size, seed=layout, size=data.size, radius=data.radius
     )
-    noise = data.noise
+    noise, spread = data.noise, 0.0
   found = {
     'features': tissue.noisy_one_hot(
-      bags.kinds, dim=data.dim, noise=noise, seed=seed
+      bags.kinds, dim=data.dim, noise=noise, seed=disturb
     ),
     'label': bags.labels,
     'kinds': bags.kinds,
@@ -71,10 +79,61 @@ def simulate(config, split: str, concepts: bool = False) -> dict[str, Any]:
     found['concepts'] = tissue.text_like(
       bags.kinds,
       concept_matrix(config, 'given'),
-      noise=config.concepts.embedding_noise,
-      seed=seed + 500,  # not the noise of the features
+      noise=spread,
+      seed=disturb + 1,  # not the noise of the features
     )
   return found
+
+
+def _cords(config, size: int, seed: int) -> tissue.Tissue:
+  c = config.concepts
+  return tissue.capsule(size, seed=seed, size=c.size, thickness=c.thickness)
+
+
+def concept_noise(config) -> tuple[float, float]:
+  """Noise of features and embeddings in the concept task, by a rule.
+
+  The rule sees simulated patches of the training bags, no label and no model:
+  it takes the noise at which the kind of a single patch, of those that occur,
+  is told right by its largest feature, or by the given row that is nearest to
+  its embedding, as often as the config asks.
+
+  Args:
+    config: of the experiment, with concepts.feature_accuracy and
+      concepts.embedding_accuracy.
+
+  Returns:
+    noise for `tissue.noisy_one_hot`, noise for `tissue.text_like`.
+  """
+  layout, disturb = planted.data_seeds(config.concepts, 'train')
+  kinds = _cords(config, 64, layout).kinds
+  rows = concept_matrix(config, 'given')
+  present = np.unique(kinds)
+
+  def by_feature(noise):
+    x = tissue.noisy_one_hot(
+      kinds, dim=config.data.dim, noise=noise, seed=disturb
+    )
+    return np.mean(present[x[..., present].argmax(-1)] == kinds)
+
+  def by_row(noise):
+    x = tissue.text_like(kinds, rows, noise=noise, seed=disturb)
+    return np.mean(present[(x @ rows[present].T).argmax(-1)] == kinds)
+
+  c = config.concepts
+  return (
+    _noise_for(by_feature, c.feature_accuracy),
+    _noise_for(by_row, c.embedding_accuracy),
+  )
+
+
+def _noise_for(right: Callable[[float], float], accuracy: float) -> float:
+  """The noise, to a hundredth, at which a falling share reaches `accuracy`."""
+  low, high = 0.0, 16.0
+  while high - low > 0.01:
+    middle = (low + high) / 2
+    low, high = (middle, high) if right(middle) > accuracy else (low, middle)
+  return round(high, 2)
 
 
 def concept_matrix(config, rows: str) -> np.ndarray:
@@ -92,10 +151,10 @@ def concept_matrix(config, rows: str) -> np.ndarray:
     c.rows, dim=c.dim, seed=seed, cone=c.cone
   )
   if rows == 'random':
-    return make_rows(config.seed + 1000)
-  matrix = make_rows(config.seed)
+    return make_rows(c.seed + 1000)
+  matrix = make_rows(c.seed)
   if rows == 'shuffled':
-    order = np.random.default_rng(config.seed).permutation(c.dim)
+    order = np.random.default_rng(c.seed).permutation(c.dim)
     matrix = matrix[:, order]
   return matrix
 
@@ -119,14 +178,15 @@ def make(config) -> train.Experiment:
   if config.data.positions:
     # A missing file is better found before training than after.
     tissue.read_positions(config.data.positions)
+  bags = {s: simulate(config, s) for s in planted.SPLITS}
   parts = {
-    name: _part(config, planted.make_model(config, name, 2))
+    name: _part(config, planted.make_model(config, name, 2), bags)
     for name in config.variants
   }
+  if config.concepts.variants:
+    bags = {s: simulate(config, s, concepts=True) for s in planted.SPLITS}
   for name in config.concepts.variants:
-    parts[f'concepts_{name}'] = _part(
-      config, concept_model(config, name), concepts=True
-    )
+    parts[f'concepts_{name}'] = _part(config, concept_model(config, name), bags)
 
   def report(workdir: Path) -> None:
     from experiments import touching_blobs_report
@@ -136,13 +196,14 @@ def make(config) -> train.Experiment:
   return train.Experiment(parts=parts, report=report)
 
 
-def _part(config, model: nn.Module, concepts: bool = False):
-  splits = {s: simulate(config, s, concepts) for s in planted.SPLITS}
+def _part(config, model: nn.Module, splits: Mapping[str, dict[str, Any]]):
   graph = planted.grid_graph(
     splits['train']['positions'], config.data.connectivity
   )
-  keys = ('features', 'label', *(('concepts',) if concepts else ()))
-  arrays = {s: {k: found[k] for k in keys} for s, found in splits.items()}
+  arrays = {
+    s: {k: found[k] for k in ('features', 'label', 'concepts') if k in found}
+    for s, found in splits.items()
+  }
   runs, batch = config.train.runs, config.train.batch_size
   everything = np.ones((runs, len(arrays['train']['label'])), np.float32)
   stream = train.run_data(arrays['train'], everything, batch, seed=config.seed)

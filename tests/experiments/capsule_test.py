@@ -1,14 +1,18 @@
 """The curve over noise and thickness: data per run, reports, learning."""
 
 import csv
+import dataclasses
 import importlib.util
+import itertools
 import pathlib
 
+import jax
 import numpy as np
 import pytest
 
 from experiments import capsule, planted
 from tmlib import train
+from tmlib.reaction_diffusion import TMEvolve
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -47,30 +51,71 @@ def test_runs_see_the_bags_of_their_own_point(config):
     np.testing.assert_array_equal(row[row >= 0], np.arange(size))
 
 
-def test_points_differ_in_noise_only(config):
-  test = capsule.simulate(config, 'test')
-  np.testing.assert_array_equal(test.kinds[0], test.kinds[1])
-  mean = test.features.mean(0)
-  assert np.isfinite(mean).all()
-  spread = [(x - x.mean()).std() for x in test.features[..., 4]]
-  np.testing.assert_allclose(spread, [0.1, 0.9], rtol=0.15)
+def noise_of(config, split):
+  """What is left of the features [L, n N, P] without the mean of each kind."""
+  found = capsule.simulate(config, split)
+  means = np.diag([1.0, 1, 1, config.data.contrast, 1])
+  return (found.features - means[found.kinds]).reshape(
+    len(found.features), -1, config.data.dim
+  )
 
 
-def test_splits_share_no_bag(config):
-  found = [capsule.simulate(config, s).features[0] for s in planted.SPLITS]
-  a, b, c = (x[:, 0, 0] for x in found)
-  assert not set(a) & set(b)
-  assert not set(b) & set(c)
+def test_features_are_the_kind_and_noise_of_the_given_level(config):
+  for split in planted.SPLITS:
+    for level, noise in zip((0.1, 0.9), noise_of(config, split), strict=True):
+      count = len(noise)
+      assert abs(noise.mean(0)).max() < 4 * level / np.sqrt(count)
+      np.testing.assert_allclose(noise.std(0), level, rtol=4 / np.sqrt(count))
 
 
-def test_all_points_share_one_width_and_readout(config):
-  models = [
-    planted.make_model(config, name, 2) for name in ('uniform', 'tmevolve')
-  ]
-  for field in ('hidden', 'regions', 'steps', 'pooling', 'num_concepts'):
-    a, b = (getattr(model, field) for model in models)
-    assert a == b
-  assert planted.make_model(config, 'static', 2).smooth_iters == 0
+def test_every_point_and_split_has_its_own_tissue_and_noise(config):
+  config.data.update(noise=(0.1, 0.9), test_bags=16, validation_bags=16)
+  unit, layout = [], []
+  for split in planted.SPLITS:
+    found = capsule.simulate(config, split)
+    layout += list(found.kinds.reshape(2, -1))
+    unit += [x.ravel() / x.std() for x in noise_of(config, split)]
+  for i, j in itertools.combinations(range(len(unit)), 2):
+    assert abs(np.mean(unit[i] * unit[j])) < 5 / np.sqrt(unit[i].size)
+    assert np.mean(layout[i] == layout[j]) < 0.9
+  # A point is the same whatever other points there are.
+  both = capsule.simulate(config, 'test')
+  config.data.noise = (0.9,)
+  alone = capsule.simulate(config, 'test')
+  np.testing.assert_array_equal(alone.features[0], both.features[1])
+
+
+def test_models_differ_in_what_their_names_say_and_in_nothing_else():
+  config = config_of('capsule', 'full')
+  fields = [f.name for f in dataclasses.fields(TMEvolve)]
+  ours = planted.make_model(config, 'tmevolve', 2)
+  for name, changes in {
+    'uniform': {'uniform'},
+    'uniform_relax': {'uniform', 'reaction'},
+    'static': {'steps'},
+    'no_flux': {'boundary_flux'},
+    'no_concept_flux': {'concept_flux'},
+  }.items():
+    model = planted.make_model(config, name, 2)
+    differ = {f for f in fields if getattr(model, f) != getattr(ours, f)}
+    assert differ == changes, name
+  config = config_of('capsule', 'tiny')
+  part = capsule.make(config).parts['uniform']
+  batch = jax.tree.map(
+    lambda x: x[0], part.data.load(0, slice(0, part.data.batch_size))
+  )
+  bag = part.data.gather(part.data.resident, batch)['bag']
+  widths = {}
+  for name in (*config_of('capsule', 'full').models,):
+    model = planted.make_model(config, name, 2)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), bag)
+    widths[name] = {
+      leaf.shape for leaf in jax.tree.leaves(shapes) if 5 in leaf.shape
+    }
+  # What meets the five features is as wide in every model, ABMIL included.
+  for name, shapes in widths.items():
+    assert (5, 8) in shapes, name
+    assert shapes <= {(5, 8), (5, 4)}, name  # features to H, to concepts
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,30 @@ def test_concept_rows_keep_their_geometry_when_shuffled():
   assert wrong.mean() < 0.6
 
 
+def test_concept_noise_follows_from_patches_alone(monkeypatch):
+  config = config_of()
+  levels = touching_blobs.concept_noise(config)
+  for split in ('validation', 'test'):
+    bags = touching_blobs.simulate(config, split, concepts=True)
+    kinds = bags['kinds']
+    told = bags['features'][..., 1:4].argmax(-1) + 1 == kinds
+    # Other bags than those of the rule, so a binomial error more.
+    assert told.mean() == pytest.approx(0.5, abs=0.015)
+    rows = touching_blobs.concept_matrix(config, 'given')[1:4]
+    near = (bags['concepts'] @ rows.T).argmax(-1) + 1 == kinds
+    assert near.mean() == pytest.approx(0.9, abs=0.015)
+  # No other split is drawn, and no label matters.
+  asked, seeds = [], planted.data_seeds
+  monkeypatch.setattr(
+    planted,
+    'data_seeds',
+    lambda config, split, *rest: asked.append(split) or seeds(config, split),
+  )
+  config.data.update(validation_bags=8, test_bags=8)
+  assert touching_blobs.concept_noise(config) == levels
+  assert set(asked) == {'train'}
+
+
 @pytest.mark.parametrize('name', list(touching_blobs.CONCEPTS))
 def test_every_concept_mode_runs(name):
   config = config_of('tiny')

@@ -22,11 +22,12 @@ Test AUC, mean over {runs} seeds per point and model, [95 % bootstrap over seeds
 and the {bags} test bags of the point together]; the last step is used. The
 design was fixed in pilots on other simulation seeds. Every point has tissue and
 noise of its own, for training as for testing, so points are independent; each
-has one training set, of which no interval speaks. All models share width and optimizer, the variants of TMEvolve also steps of
-diffusion and readout. `uniform` is plain diffusion, `uniform_relax` adds a
-learned nonlinear reaction, which makes it an ordinary graph network with shared
-weights; `static` and `gated_abmil` see no neighbours. Compare models at one
-point, not points: thickness also changes how many cells there are and how wide.
+has one training set, of which no interval speaks. All models share width and
+optimizer, the variants of TMEvolve also steps of diffusion and readout.
+`uniform` is plain diffusion, `uniform_relax` adds a learned nonlinear reaction,
+which makes it an ordinary graph network with shared weights; `static` and
+`gated_abmil` see no neighbours. Compare models at one point, not points:
+thickness also changes how many cells there are and how wide.
 """
 
 _CLAIM = """

@@ -46,9 +46,10 @@ alike; `random`: other rows; all three read the embeddings by cosine.
 against `concepts_given`. One may conclude whether rows that fit the embeddings
 are worth having, and only if `given` is itself above chance; not that language
 helps on real slides. No test figure set the noise: at {noise} in features and
-{spread} in embeddings the largest feature tells a single patch right {feature:.0%}
-of the time (a guess: a third), the nearest given row {embedding:.0%}. Bags and
-rows have a seed of their own, on which nothing was tried before.
+{spread} in embeddings the largest feature tells a single patch right
+{feature:.0%} of the time (a guess: a third), the nearest given row
+{embedding:.0%}. Bags and rows have a seed of their own, on which nothing was
+tried before.
 """
 
 _REGION_NOTE = """

@@ -1,0 +1,210 @@
+"""Grouped products against a product per group in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from kernels_pallas.grouped_matmul import (
+  block_gmm,
+  block_layout,
+  block_tgmm,
+  gather_rows,
+  gmm,
+  scatter_rows,
+  tgmm,
+)
+from kernels_pallas.grouped_matmul.shapes import SHAPES
+
+PATHS = [None, 'interpret', 'interpret_gpu']
+
+
+def problem(sizes, k, n, extra=0, seed=0):
+  rng = np.random.default_rng(seed)
+  rows = sum(sizes) + extra
+  lhs = rng.normal(size=(rows, k))
+  rhs = rng.normal(size=(len(sizes), k, n))
+  return lhs, rhs, np.asarray(sizes, np.int32)
+
+
+def split(x, sizes):
+  return np.split(x[: sum(sizes)], np.cumsum(sizes)[:-1])
+
+
+def true_gmm(lhs, rhs, sizes):
+  out = np.zeros((len(lhs), rhs.shape[2]))
+  done = [a @ w for a, w in zip(split(lhs, sizes), rhs, strict=True)]
+  out[: sum(sizes)] = np.concatenate(done)
+  return out
+
+
+def true_tgmm(lhs, rhs, sizes):
+  pairs = zip(split(lhs, sizes), split(rhs, sizes), strict=True)
+  return np.stack([a.T @ b for a, b in pairs])
+
+
+SIZES = [[5, 0, 17, 3], [0, 0, 0, 9], [16, 16], [1], [0, 0], [7, 1, 0]]
+
+
+@pytest.mark.parametrize('path', PATHS)
+@pytest.mark.parametrize('sizes', SIZES)
+def test_products_equal_a_product_per_group(sizes, path):
+  lhs, rhs, sizes = problem(sizes, 5, 7, extra=3)
+  f32 = lambda x: jnp.asarray(x, jnp.float32)
+  options = {'block': 16, 'implementation': path}
+  got = gmm(f32(lhs), f32(rhs), sizes, **options)
+  np.testing.assert_allclose(got, true_gmm(lhs, rhs, sizes), atol=2e-5)
+  turned = f32(np.swapaxes(rhs, 1, 2))
+  got = gmm(f32(lhs), turned, sizes, transpose_rhs=True, **options)
+  np.testing.assert_allclose(got, true_gmm(lhs, rhs, sizes), atol=2e-5)
+  other = np.random.default_rng(1).normal(size=(len(lhs), 7))
+  got = tgmm(f32(lhs), f32(other), sizes, **options)
+  np.testing.assert_allclose(got, true_tgmm(lhs, other, sizes), atol=2e-5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+  st.lists(st.integers(0, 40), min_size=1, max_size=6),
+  st.sampled_from([1, 4, 8, 32]),
+)
+def test_a_layout_is_a_bijection_of_whole_blocks(sizes, block):
+  groups = np.repeat(np.arange(len(sizes)), sizes)
+  groups = np.random.default_rng(0).permutation(groups)
+  groups = np.append(groups, [-1, len(sizes)]).astype(np.int32)
+  layout = block_layout(jnp.asarray(groups), len(sizes), block)
+  slots, rows = np.asarray(layout.slots), np.asarray(layout.rows)
+  assert (slots[-2:] == len(rows)).all()
+  kept = slots[:-2]
+  assert len(set(kept)) == len(kept)
+  np.testing.assert_array_equal(rows[kept], np.arange(len(kept)))
+  assert (rows < len(groups)).sum() == len(kept)
+  # Each slot's block belongs to the group of its row; all groups are visited.
+  np.testing.assert_array_equal(layout.groups[kept // block], groups[:-2])
+  assert set(np.asarray(layout.groups)) == set(range(len(sizes)))
+  assert (np.diff(layout.groups) >= 0).all()
+
+
+@pytest.mark.parametrize('path', PATHS)
+def test_gradients_of_first_and_second_order(path):
+  lhs, rhs, sizes = problem([9, 0, 4, 20], 6, 5, extra=2)
+  lhs, rhs = jnp.asarray(lhs, jnp.float32), jnp.asarray(rhs, jnp.float32)
+  ids = np.repeat(np.arange(5), [*sizes, 2])
+
+  def plain(lhs, rhs):
+    # A dense product with every matrix, and a mask.
+    mask = jnp.asarray(ids[:, None] == np.arange(4), jnp.float32)
+    return jnp.einsum('mk,ekn,me->mn', lhs, rhs, mask)
+
+  def ours(lhs, rhs):
+    return gmm(lhs, rhs, sizes, block=16, implementation=path)
+
+  def first(f):
+    return jax.grad(lambda a, w: jnp.sin(f(a, w)).sum(), (0, 1))
+
+  def second(f):
+    inner = first(f)
+    total = lambda a, w: sum(jnp.cos(g).sum() for g in inner(a, w))
+    return jax.grad(total, (0, 1))
+
+  for order in (first, second):
+    want, got = order(plain)(lhs, rhs), order(ours)(lhs, rhs)
+    for a, b in zip(want, got, strict=True):
+      np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-4)
+
+
+def test_the_permutation_and_its_gradient():
+  groups = jnp.asarray([2, 0, 5, 0, 2, 1], jnp.int32)  # 5 is no group of 3
+  layout = block_layout(groups, 3, 4)
+  x = jnp.arange(6.0).reshape(3, 2)  # each row serves two assignments
+  placed = gather_rows(x, layout)
+  back = scatter_rows(placed, layout)
+  want = np.repeat(np.asarray(x), 2, 0)
+  want[2] = 0
+  np.testing.assert_array_equal(back, want)
+  cotangent = jnp.asarray(np.random.default_rng(0).normal(size=(6, 2)))
+  loss = lambda x: (
+    scatter_rows(gather_rows(x, layout), layout) * cotangent
+  ).sum()
+  kept = np.asarray(cotangent).copy()
+  kept[2] = 0
+  np.testing.assert_allclose(
+    jax.grad(loss)(x), kept.reshape(3, 2, 2).sum(1), rtol=1e-6
+  )
+
+
+@pytest.mark.parametrize('path', PATHS)
+def test_half_precision_sums_in_single(path):
+  lhs, rhs, sizes = problem([40, 3], 512, 16)
+  half = lambda x: jnp.asarray(x, jnp.bfloat16)
+  got = gmm(half(lhs), half(rhs), sizes, block=16, implementation=path)
+  assert got.dtype == jnp.bfloat16
+  rounded = lambda x: np.asarray(half(x), np.float64)
+  want = true_gmm(rounded(lhs), rounded(rhs), sizes)
+  # One rounding of the result: 2^-8 of the largest entries.
+  np.testing.assert_allclose(np.asarray(got, float), want, atol=0.3, rtol=8e-3)
+
+
+def test_under_vmap_over_matrices():
+  lhs, rhs, sizes = problem([9, 4], 6, 5)
+  lhs = jnp.asarray(lhs, jnp.float32)
+  stack = jnp.stack([jnp.asarray(rhs, jnp.float32) * i for i in (1, 2, 3)])
+  got = jax.vmap(lambda w: gmm(lhs, w, sizes, block=8))(stack)
+  for i in range(3):
+    np.testing.assert_allclose(
+      got[i], true_gmm(lhs, rhs * (i + 1), sizes), atol=1e-4
+    )
+
+
+def test_bad_input_is_named():
+  lhs, rhs, sizes = problem([3, 4], 5, 6)
+  with pytest.raises(ValueError, match='group_sizes has shape'):
+    gmm(lhs, rhs, sizes[:1])
+  with pytest.raises(ValueError, match='5 columns'):
+    gmm(lhs, rhs, sizes, transpose_rhs=True)
+  with pytest.raises(ValueError, match='implementation'):
+    gmm(lhs, rhs, sizes, implementation='triton')
+  with pytest.raises(ValueError, match='no CPU body'):
+    gmm(lhs, rhs, sizes, implementation='pallas')
+  with pytest.raises(TypeError, match='lhs has dtype int'):
+    block_gmm(lhs.astype(np.int32), rhs, np.zeros(1, np.int32))
+  with pytest.raises(ValueError, match='equal blocks'):
+    block_gmm(lhs, rhs, np.zeros(2, np.int32))
+  with pytest.raises(ValueError, match='block must be at least 1'):
+    block_layout(jnp.zeros(3, jnp.int32), 2, 0)
+  with pytest.raises(ValueError, match='differ in rows'):
+    block_tgmm(lhs, rhs[0], np.zeros(1, np.int32), 2)
+
+
+@pytest.mark.parametrize('name', ['small', 'medium'])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('chip', ['v5e:2x2', 'v6e:2x2', 'v4:2x2x1'])
+def test_the_tpu_compiler_takes_both_products_and_gradients(chip, dtype, name):
+  pytest.importorskip('libtpu')
+  from jax.experimental import topologies
+
+  shape = SHAPES[name]
+  topology = topologies.get_topology_desc(chip, 'tpu')
+  mesh = jax.sharding.Mesh(np.array(topology.devices[:1]), ('d',))
+  whole = jax.sharding.NamedSharding(mesh, P())
+
+  def loss(lhs, rhs, groups):
+    out = block_gmm(lhs, rhs, groups)
+    return (out.astype(jnp.float32) ** 2).sum()
+
+  num_blocks = shape.tokens * shape.k // 128 + shape.experts
+  struct = lambda s, d: jax.ShapeDtypeStruct(s, d, sharding=whole)
+  lowered = (
+    jax.jit(jax.grad(loss, (0, 1)))
+    .trace(
+      struct((num_blocks * 128, shape.features), dtype),
+      struct((shape.experts, shape.features, shape.hidden), dtype),
+      struct((num_blocks,), jnp.int32),
+    )
+    .lower(lowering_platforms=('tpu',))
+  )
+  # Forward, the gradient of the rows, and that of the matrices.
+  text = lowered.compile().as_text()
+  assert text.count('custom_call_target="tpu_custom_call"') == 3

@@ -1,0 +1,471 @@
+"""Routers, balance and experts against loops over tokens in float64."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from scipy import special
+
+from tmlib.moe import (
+  MoELayer,
+  balance_losses,
+  balance_sums,
+  expert_choice_route,
+  expert_mlp,
+  group_route,
+  kept,
+  parallel_expert_mlp,
+  topk_route,
+  update_bias,
+)
+from tmlib.train.aot import collectives, topology_devices
+
+EXACT = ('dense', 'scan', 'blocked', 'interpret', 'capacity')
+
+
+def auto_mesh(axis):
+  kind = jax.sharding.AxisType.Auto
+  return jax.make_mesh((4,), (axis,), axis_types=(kind,))
+
+
+def problem(tokens, features, hidden, experts, seed=0):
+  rng = np.random.default_rng(seed)
+  x = rng.normal(size=(tokens, features))
+  w_in = rng.normal(size=(experts, features, hidden)) / features**0.5
+  w_out = rng.normal(size=(experts, hidden, features)) / hidden**0.5
+  logits = rng.normal(size=(tokens, experts))
+  return [jnp.asarray(v, jnp.float32) for v in (x, w_in, w_out, logits)]
+
+
+def by_hand(x, w_in, w_out, weights, experts):
+  """A loop over tokens, in float64."""
+  x, w_in, w_out, weights = (
+    np.asarray(v, np.float64) for v in (x, w_in, w_out, weights)
+  )
+  out = np.zeros_like(x)
+  for t in range(len(x)):
+    for w, e in zip(weights[t], np.asarray(experts[t]), strict=True):
+      if e < len(w_in):
+        out[t] += w * (np.tanh(x[t] @ w_in[e]) @ w_out[e])
+  return out
+
+
+@pytest.mark.parametrize(
+  ('shape', 'k', 'skewed'),
+  [
+    ((37, 5, 9, 6), 2, False),
+    ((37, 5, 9, 6), 2, True),  # experts without a token
+    ((1, 3, 2, 4), 3, False),
+    ((20, 8, 8, 3), 3, False),  # k = E
+    ((16, 1, 1, 1), 1, False),  # one expert
+    ((64, 4, 3, 7), 1, True),  # all tokens at one expert
+  ],
+)
+def test_all_ways_equal_a_loop_over_tokens(shape, k, skewed):
+  x, w_in, w_out, logits = problem(*shape)
+  if skewed:
+    logits = logits.at[:, 0].add(100.0)
+  routing = topk_route(logits, k)
+  want = by_hand(x, w_in, w_out, routing.weights, routing.experts)
+
+  @jax.jit
+  def all_ways(x, w_in, w_out):
+    options = {'act': jnp.tanh, 'block': 8, 'capacity_factor': float(shape[3])}
+    return {
+      impl: expert_mlp(x, w_in, w_out, routing, impl=impl, **options)
+      for impl in EXACT
+    }
+
+  for impl, got in all_ways(x, w_in, w_out).items():
+    np.testing.assert_allclose(got, want, atol=3e-6, err_msg=impl)
+
+
+@pytest.mark.parametrize('k', [1, 2, 4])
+def test_gradients_agree_and_idle_experts_get_none(k):
+  x, w_in, w_out, logits = problem(30, 6, 10, 4)
+  logits = logits.at[:, 2].add(-50.0 if k < 4 else 0.0)
+
+  def loss(x, w_in, w_out, logits, impl):
+    routing = topk_route(logits, k)
+    out = expert_mlp(
+      x, w_in, w_out, routing, impl=impl, block=8, capacity_factor=4.0
+    )
+    return jnp.sin(out).sum()
+
+  grad = jax.jit(jax.grad(loss, (0, 1, 2, 3)), static_argnums=4)
+  want = grad(x, w_in, w_out, logits, 'dense')
+  for impl in EXACT[1:]:
+    got = grad(x, w_in, w_out, logits, impl)
+    for a, b in zip(got, want, strict=True):
+      scale = np.abs(b).max() or 1.0
+      np.testing.assert_allclose(a / scale, b / scale, atol=1e-6, err_msg=impl)
+    if k < 4:
+      np.testing.assert_array_equal(got[1][2], 0)
+      np.testing.assert_array_equal(got[2][2], 0)
+
+
+def test_padding_and_its_nan_reach_nobody():
+  x, w_in, w_out, logits = problem(12, 5, 6, 3)
+  mask = jnp.arange(12) < 9
+  clean = topk_route(logits[:9], 2)
+  want = expert_mlp(x[:9], w_in, w_out, clean, impl='dense')
+  routing = topk_route(jnp.where(mask[:, None], logits, jnp.nan), 2, mask=mask)
+  dirty = jnp.where(mask[:, None], x, jnp.nan)
+  for impl in ('scan', 'blocked', 'capacity'):
+    got = expert_mlp(
+      dirty, w_in, w_out, routing, impl=impl, block=8, capacity_factor=9.0
+    )
+    np.testing.assert_allclose(got[:9], want, atol=2e-6, err_msg=impl)
+  losses = balance_losses(routing, jnp.where(mask[:, None], logits, jnp.nan))
+  for name, value in balance_losses(clean, logits[:9]).items():
+    np.testing.assert_allclose(losses[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_topk_by_hand():
+  logits = jnp.asarray([[0.0, np.log(3.0), 0.0, -9.0]])
+  after = topk_route(logits, 2)
+  # Ties go to the lower index.
+  np.testing.assert_array_equal(after.experts, [[1, 0]])
+  np.testing.assert_allclose(after.weights, [[0.75, 0.25]], rtol=1e-6)
+  before = topk_route(logits, 2, normalize='pre')
+  rest = 5 + np.exp(-9.0)
+  np.testing.assert_allclose(before.weights, [[3 / rest, 1 / rest]], rtol=1e-6)
+  biased = topk_route(logits, 1, bias=jnp.asarray([0, 0, 0, 20.0]))
+  np.testing.assert_array_equal(biased.experts, [[3]])
+  np.testing.assert_allclose(biased.weights, [[1.0]])
+
+
+def test_half_precision_logits_are_routed_in_single():
+  logits = jnp.asarray([[1.0, 1.0 + 2**-7, 0.0]], jnp.bfloat16)
+  routing = topk_route(logits, 2)
+  assert routing.weights.dtype == jnp.float32
+  want = special.softmax([1.0 + 2**-7, 1.0])
+  np.testing.assert_allclose(routing.weights[0], want, rtol=1e-6)
+
+
+def test_expert_choice_equals_its_definition():
+  x, w_in, w_out, logits = problem(10, 5, 6, 3)
+  mask = jnp.arange(10) < 8
+  routing = expert_choice_route(logits, 4, mask=mask)
+  probs = special.softmax(np.asarray(logits, float), 1)
+  want = np.zeros((10, 5))
+  for e in range(3):
+    chosen = np.argsort(-probs[:8, e], kind='stable')[:4]
+    np.testing.assert_array_equal(routing.tokens[e], chosen)
+    for t in chosen:
+      h = np.tanh(np.asarray(x[t], float) @ np.asarray(w_in[e], float))
+      want[t] += probs[t, e] * (h @ np.asarray(w_out[e], float))
+  for impl in ('auto', 'dense', 'scan'):
+    got = expert_mlp(x, w_in, w_out, routing, act=jnp.tanh, impl=impl)
+    np.testing.assert_allclose(got, want, atol=2e-6, err_msg=impl)
+  few = expert_choice_route(logits, 9, mask=mask)
+  assert (np.asarray(few.tokens) == 10).sum() == 3  # one empty slot each
+
+
+def test_a_group_shares_its_experts():
+  _, _, _, logits = problem(9, 2, 2, 4)
+  groups = jnp.asarray([0, 0, 1, 1, 1, 2, 2, 2, 2])
+  mask = jnp.asarray([1, 1, 1, 1, 0, 1, 1, 1, 1], bool)
+  routing = group_route(logits, groups, 4, 2, mask=mask)
+  own = np.asarray(logits)[2:4].mean(0)
+  np.testing.assert_array_equal(routing.experts[2], np.argsort(-own)[:2])
+  np.testing.assert_array_equal(routing.experts[2], routing.experts[3])
+  np.testing.assert_array_equal(routing.experts[4], [4, 4])
+  np.testing.assert_array_equal(routing.weights[4], [0, 0])
+
+
+def test_balance_by_hand():
+  # Two tokens, three experts, one choice each: experts 0 and 1.
+  logits = jnp.log(jnp.asarray([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]))
+  losses = balance_losses(topk_route(logits, 1), logits)
+  probs = np.asarray([0.75, 0.75, 0.5])
+  np.testing.assert_allclose(
+    losses['importance'], probs.var() / probs.mean() ** 2, rtol=1e-5
+  )
+  np.testing.assert_allclose(losses['load_frac'], [0.5, 0.5, 0])
+  np.testing.assert_allclose(
+    losses['gshard'], 3 * (0.5 * 0.375 + 0.5 * 0.375), rtol=1e-6
+  )
+  np.testing.assert_allclose(losses['z'], 0, atol=1e-12)
+  np.testing.assert_allclose(losses['dead_frac'], 1 / 3, rtol=1e-6)
+  assert 'load' not in losses
+
+
+def test_gshard_is_one_at_a_uniform_load_for_any_k():
+  logits = jnp.zeros((12, 4)).at[jnp.arange(12), jnp.arange(12) % 4].set(5.0)
+  for k in (1, 4):
+    value = balance_losses(topk_route(logits, k), logits)['gshard']
+    np.testing.assert_allclose(value, 1, rtol=1e-5)
+
+
+def test_the_load_loss_counts_what_fresh_noise_would_choose():
+  """Resampling the noise of one expert chooses it as often as predicted."""
+  experts, k, noise_std = 5, 2, 3.0
+  logits = jax.random.normal(jax.random.key(0), (1, experts))
+  routing = topk_route(logits, k, key=jax.random.key(1), noise_std=noise_std)
+  wins = balance_sums(routing, logits, noise_std=noise_std).wins
+  fresh = np.random.default_rng(0).normal(size=40_000) * noise_std / experts
+  scores = np.asarray(routing.scores, float)[0]
+  for e in range(experts):
+    others = np.sort(np.delete(scores, e))[::-1]
+    chance = (float(logits[0, e]) + fresh > others[k - 1]).mean()
+    np.testing.assert_allclose(wins[e], chance, atol=0.012)
+
+
+def test_identical_users_and_empty_batches_give_numbers():
+  logits = jnp.zeros((6, 4))
+  for routing in (
+    topk_route(logits, 2),
+    topk_route(logits, 2, mask=jnp.zeros(6, bool)),
+    topk_route(logits, 2, key=jax.random.key(0), noise_std=1.0),
+  ):
+    for name, value in balance_losses(routing, logits).items():
+      assert np.isfinite(value).all(), name
+  loss = lambda r: balance_losses(topk_route(r, 2), r)['importance']
+  assert np.isfinite(jax.grad(loss)(logits)).all()
+
+
+def test_balance_is_the_same_over_devices():
+  logits = jax.random.normal(jax.random.key(0), (16, 4))
+  mesh = auto_mesh('data')
+
+  def local(r):
+    return balance_losses(topk_route(r, 2), r, axis_name='data')
+
+  split = jax.shard_map(
+    local, mesh=mesh, in_specs=P('data'), out_specs=P(), check_vma=False
+  )
+  want = balance_losses(topk_route(logits, 2), logits)
+  for name, value in split(logits).items():
+    np.testing.assert_allclose(value, want[name], rtol=1e-5, err_msg=name)
+
+
+def test_a_bias_balances_without_a_loss():
+  logits = jax.random.normal(jax.random.key(0), (512, 8))
+  logits = logits + jnp.linspace(0, 3, 8)[None]
+  bias = jnp.zeros(8)
+  cv = lambda bias: balance_losses(topk_route(logits, 2, bias=bias), logits)[
+    'load_cv'
+  ]
+  start = cv(bias)
+  step = jax.jit(
+    lambda b: update_bias(
+      b,
+      balance_losses(topk_route(logits, 2, bias=b), logits)['load_frac'],
+      0.02,
+    )
+  )
+  for _ in range(300):
+    bias = step(bias)
+  assert start > 0.8
+  assert cv(bias) < 0.1
+
+
+def test_full_experts_turn_second_choices_away_first():
+  # All tokens want expert 0 first, expert 1 second, and there are two slots.
+  logits = jnp.tile(jnp.asarray([[3.0, 2.0, 0.0]]), (4, 1))
+  logits = logits.at[3].set(jnp.asarray([2.0, 3.0, 0.0]))
+  found = kept(topk_route(logits, 2), 2)
+  # Expert 0: tokens 0, 1. Expert 1: the first choice of token 3, then token 0.
+  want = [[True, True], [True, False], [False, False], [True, False]]
+  np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.parametrize('manual', [False, True])
+def test_expert_parallel_equals_one_device(manual):
+  x, w_in, w_out, logits = problem(24, 6, 8, 8)
+  mask = jnp.arange(24) != 5
+  mesh = auto_mesh('expert')
+
+  def one(x, w_in, w_out):
+    routing = topk_route(logits, 2, mask=mask)
+    return expert_mlp(x, w_in, w_out, routing, impl='dense')
+
+  def many(x, w_in, w_out):
+    if not manual:
+      routing = topk_route(logits, 2, mask=mask)
+      return parallel_expert_mlp(x, w_in, w_out, routing, axis='expert')[0]
+
+    def local(x, w_in, w_out, logits, mask):
+      routing = topk_route(logits, 2, mask=mask)
+      return parallel_expert_mlp(x, w_in, w_out, routing, axis='expert')[0]
+
+    split = jax.shard_map(
+      local, in_specs=P('expert'), out_specs=P('expert'), check_vma=False
+    )
+    return split(x, w_in, w_out, logits, mask)
+
+  loss = lambda f: lambda *a: jnp.sin(f(*a)).sum()
+  want, dwant = (
+    one(x, w_in, w_out),
+    jax.grad(loss(one), (0, 1, 2))(x, w_in, w_out),
+  )
+  with jax.set_mesh(mesh):
+    got = jax.jit(many)(x, w_in, w_out)
+    dgot = jax.jit(jax.grad(loss(many), (0, 1, 2)))(x, w_in, w_out)
+  np.testing.assert_allclose(got, want, atol=2e-6)
+  for a, b in zip(dgot, dwant, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+def test_expert_parallel_reports_what_it_dropped():
+  x, w_in, w_out, logits = problem(16, 4, 4, 4)
+  logits = logits.at[:, 0].add(50.0)  # each device has one slot per expert
+  with jax.set_mesh(auto_mesh('expert')):
+    routing = topk_route(logits, 1)
+    _, dropped = parallel_expert_mlp(
+      x, w_in, w_out, routing, axis='expert', capacity_factor=1.0
+    )
+    assert int(dropped) == 12
+    with pytest.raises(ValueError, match='3 experts cannot be split'):
+      parallel_expert_mlp(
+        x, w_in[:3], w_out[:3], topk_route(logits[:, :3], 1), axis='expert'
+      )
+  with pytest.raises(ValueError, match='ambient mesh'):
+    parallel_expert_mlp(x, w_in, w_out, routing, axis='expert')
+
+
+def test_expert_parallel_on_a_tpu_slice_gathers_no_tokens():
+  pytest.importorskip('libtpu')
+  mesh = jax.sharding.Mesh(np.array(topology_devices('v5e:2x2')), ('expert',))
+  split = jax.sharding.NamedSharding(mesh, P('expert'))
+  struct = lambda *s: jax.ShapeDtypeStruct(s, jnp.float32, sharding=split)
+
+  def loss(x, w_in, w_out, logits):
+    routing = topk_route(logits, 2)
+    y, _ = parallel_expert_mlp(
+      x, w_in, w_out, routing, axis='expert', capacity_factor=1.25
+    )
+    return (y**2).sum()
+
+  with jax.set_mesh(mesh):
+    lowered = (
+      jax.jit(jax.grad(loss, (0, 1, 2)))
+      .trace(
+        struct(4096, 128),
+        struct(16, 128, 256),
+        struct(16, 256, 128),
+        struct(4096, 16),
+      )
+      .lower(lowering_platforms=('tpu',))
+    )
+    found = collectives(lowered.compile().as_text())
+  assert 'all-to-all' in found
+  assert 'all-gather' not in found
+
+
+class TestLayer:
+  @pytest.mark.parametrize('impl', ['dense', 'blocked', 'capacity'])
+  def test_layer_is_router_plus_experts(self, impl):
+    layer = MoELayer(4, 6, impl=impl, capacity_factor=4.0, block=8)
+    x = jax.random.normal(jax.random.key(0), (3, 5, 8))
+    variables = layer.init(jax.random.key(1), x)
+    y, aux = jax.jit(layer.apply)(variables, x)
+    p = variables['params']
+    flat = x.reshape(-1, 8)
+    routing = topk_route(flat @ p['gate'], 2)
+    want = expert_mlp(flat, p['w_in'], p['w_out'], routing, impl='dense')
+    np.testing.assert_allclose(y, want.reshape(3, 5, 8), atol=2e-6)
+    assert aux['experts'].shape == (3, 5, 2)
+    assert aux['dropped_frac'] == 0
+
+  def test_a_capacity_layer_says_what_it_dropped(self):
+    layer = MoELayer(4, 6, k=1, impl='capacity', capacity_factor=1.0)
+    x = jnp.ones((8, 3))  # all to one expert, which has two slots
+    variables = layer.init(jax.random.key(0), x)
+    _, aux = layer.apply(variables, x)
+    np.testing.assert_allclose(aux['dropped_frac'], 0.75)
+
+  def test_zero_out_is_the_identity_of_a_residual(self):
+    layer = MoELayer(4, 6, shared_hidden=5, zero_out=True)
+    x = jax.random.normal(jax.random.key(0), (7, 3))
+    y, _ = layer.apply(layer.init(jax.random.key(1), x), x)
+    np.testing.assert_array_equal(y, 0)
+
+  def test_noise_is_asked_for_by_train_alone(self):
+    layer = MoELayer(6, 4, noise_std=5.0)
+    x = jax.random.normal(jax.random.key(0), (40, 3))
+    variables = layer.init(jax.random.key(1), x)
+    still, aux = layer.apply(variables, x)
+    assert 'load' not in aux
+    noisy, aux = layer.apply(
+      variables, x, train=True, rngs={'router': jax.random.key(2)}
+    )
+    assert 'load' in aux
+    assert not np.allclose(still, noisy)
+
+  def test_half_precision(self):
+    layer = MoELayer(4, 6, dtype=jnp.bfloat16, shared_hidden=4, use_bias=True)
+    x = jax.random.normal(jax.random.key(0), (9, 8), jnp.bfloat16)
+    variables = layer.init(jax.random.key(1), x)
+    y, _ = layer.apply(variables, x)
+    assert y.dtype == jnp.bfloat16
+    assert variables['router']['bias'].shape == (4,)
+
+  def test_inside_a_model_it_trains(self):
+    class Model(nn.Module):
+      @nn.compact
+      def __call__(self, x):
+        y, aux = MoELayer(4, 16, block=16)(x)
+        return nn.Dense(1)(x + y)[:, 0], aux
+
+    x = jax.random.normal(jax.random.key(0), (256, 4))
+    target = jnp.abs(x).sum(1)
+    params = Model().init(jax.random.key(1), x)
+
+    def loss(params):
+      y, aux = Model().apply(params, x)
+      return ((y - target) ** 2).mean() + 0.01 * aux['gshard']
+
+    optimizer = optax.adam(1e-2)
+
+    @jax.jit
+    def step(params, state):
+      value, grads = jax.value_and_grad(loss)(params)
+      updates, state = optimizer.update(grads, state)
+      return optax.apply_updates(params, updates), state, value
+
+    state, first = optimizer.init(params), None
+    for _ in range(200):
+      params, state, value = step(params, state)
+      first = value if first is None else first
+    assert value < 0.1 * first
+
+
+class TestBadInput:
+  def test_routers(self):
+    logits = jnp.zeros((4, 3))
+    for k in (0, 4):
+      with pytest.raises(ValueError, match=rf'k={k} must lie in \[1, 3\]'):
+        topk_route(logits, k)
+    with pytest.raises(ValueError, match='noise_std'):
+      topk_route(logits, 1, noise_std=1.0)
+    with pytest.raises(ValueError, match='normalize'):
+      topk_route(logits, 1, normalize='both')
+    with pytest.raises(ValueError, match='both balance'):
+      topk_route(
+        logits, 1, bias=jnp.zeros(3), noise_std=1.0, key=jax.random.key(0)
+      )
+    with pytest.raises(ValueError, match='no expert'):
+      topk_route(jnp.zeros((4, 0)), 1)
+    with pytest.raises(ValueError, match='capacity=5'):
+      expert_choice_route(logits, 5)
+
+  def test_experts(self):
+    x, w_in, w_out, logits = problem(4, 3, 5, 2)
+    routing = topk_route(logits, 1)
+    with pytest.raises(ValueError, match='impl='):
+      expert_mlp(x, w_in, w_out, routing, impl='fast')
+    with pytest.raises(ValueError, match='w_out of shape'):
+      expert_mlp(x, w_in, w_in, routing)
+    with pytest.raises(ValueError, match='features'):
+      expert_mlp(x[:, :2], w_in, w_out, routing)
+    with pytest.raises(ValueError, match='routing is for'):
+      expert_mlp(x[:2], w_in, w_out, routing)
+    with pytest.raises(ValueError, match='capacity_factor'):
+      expert_mlp(x, w_in, w_out, routing, impl='capacity', capacity_factor=0.0)
+    with pytest.raises(ValueError, match="router='tokens'"):
+      MoELayer(2, 3, router='tokens').init(jax.random.key(0), x)

@@ -7,6 +7,7 @@ still checked. Axes: S states, A actions, E noise outcomes, H time steps.
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -40,7 +41,7 @@ def float_type(dtype: Any = None) -> np.dtype:
   """
   have = jnp.result_type(float)
   wanted = np.dtype(have if dtype is None else dtype)
-  if wanted not in (np.dtype(np.float32), np.dtype(np.float64)):
+  if wanted not in (np.float32, np.float64):
     raise ValueError(f'dtype={wanted} is not supported; float32 or float64')
   if wanted == np.float64 and have != np.float64:
     raise ValueError(

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -123,7 +124,7 @@ class MFGame:
     if self.mask is not None and checks.concrete(self.mask):
       put('mask', np.asarray(self.mask, bool))
     self._check()
-    if checks.concrete(self.idx):
+    if isinstance(self.idx, np.ndarray):
       put('idx', self.idx.astype(np.int32))
       if self.inflow is None:
         put('inflow', _inflow(self.idx))

@@ -34,9 +34,8 @@ def moves(
   cells = np.stack(np.unravel_index(np.arange(np.prod(shape)), shape), -1)
   moved = cells[:, None] + np.asarray(steps)[None]
   size = np.asarray(shape)
-  inside = np.ones(moved.shape[:2], bool)
-  if not torus:
-    inside = ((moved >= 0) & (moved < size)).all(-1)
+  over = (moved < 0) | (moved >= size)
+  inside = np.logical_not(over.any(-1) & (not torus))
   target = np.ravel_multi_index(tuple(np.moveaxis(moved % size, -1, 0)), shape)
   if blocked is not None:
     inside &= ~np.asarray(blocked, bool)[target]

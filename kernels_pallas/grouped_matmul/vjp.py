@@ -6,6 +6,7 @@ dy/da is a product with W^T, dy/dW a T; dT/da and dT/db are products again.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,7 +42,7 @@ def _dispatch(
   return call
 
 
-def _like(cotangent: jax.Array, primal: jax.Array) -> jax.Array:
+def _like(cotangent: Any, primal: jax.Array) -> jax.Array:
   return cotangent.astype(primal.dtype)
 
 

@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import sparse
+from scipy.sparse.linalg import spsolve
 
 from tmlib import reaction_diffusion as rd
+from tmlib.ops.graph import ell_from_grid
 from tmlib.reaction_diffusion import integrators
 
 N, D = 12, 2
@@ -33,8 +36,8 @@ def dynamics(rate, force=0.0):
 @functools.partial(jax.jit, static_argnums=0)
 def march(integrator, u, tau, steps, rate, force):
   """`steps` steps; one compile for every step size and count."""
-  step = lambda _, u: rd.integrate(
-    integrator, dynamics(rate, force), u, tau, iterations=14
+  step = lambda _, u: (
+    rd.integrate(integrator, dynamics(rate, force), u, tau, tol=1e-12).state
   )
   return jax.lax.fori_loop(0, steps, step, u)
 
@@ -96,17 +99,133 @@ def test_imex_step_equals_a_direct_solve():
   np.testing.assert_allclose(
     march64('imex_cg', tau, 1, rate, 0.2), want, atol=1e-9
   )
+
+
+SIDE = 40
+_IJ = np.stack(np.divmod(np.arange(SIDE**2), SIDE), -1).astype(np.int32)
+GRID = ell_from_grid(_IJ, connectivity=4)
+
+
+def grid_problem(dtype, batch=1):
+  """Conductances on a grid that is too large to be solved in a few steps."""
+  rng = np.random.default_rng(1)
+  weight = rng.uniform(0.2, 1, size=(SIDE**2, 1))
+  weight = np.where(GRID.emask, weight * weight[GRID.nbr][..., 0], 0) / 4
+  graph = jax.tree.map(lambda x: np.stack([x] * batch), GRID)
+  gain = np.ones(D, dtype)
+  c = rd.Coefficients(
+    intra=np.stack([weight.astype(dtype)] * batch),
+    boundary=None,
+    alpha=gain,
+    eta=gain,
+    alpha_z=dtype(1),
+  )
+  h = rng.normal(size=(batch, SIDE**2, D)).astype(dtype)
+  row = np.repeat(np.arange(SIDE**2), 4)[GRID.emask.ravel()]
+  sums = sparse.coo_matrix(
+    (weight[GRID.emask], (row, GRID.nbr[GRID.emask])), (SIDE**2, SIDE**2)
+  ).tocsr()
+  laplace = sparse.diags_array(np.asarray(sums.sum(1)).ravel()) - sums
+  return rd.Fields(h, np.ones((batch, SIDE**2, 1), dtype)), c, graph, laplace
+
+
+@pytest.mark.parametrize('dtype', [np.float32, np.float64])
+def test_iterations_grow_with_the_step_until_it_is_solved(dtype):
+  with jax.enable_x64(dtype == np.float64):
+    fields, c, graph, laplace = grid_problem(dtype)
+    solve = jax.jit(
+      lambda u, tau: rd.imex_cg(rd.make_dynamics(c, graph), u, tau)
+    )
+    counts = []
+    for tau in (1.0, 30.0, 1000.0):
+      found = jax.device_get(solve(fields, dtype(tau)))
+      matrix = sparse.eye_array(SIDE**2) + tau * laplace
+      h = fields.hidden[0].astype(np.float64)
+      want = spsolve(matrix.tocsc(), h)
+      error = np.abs(found.state.hidden[0] - want).max()
+      drift = np.abs((found.state.hidden[0] - h).mean(0)).max()
+      assert found.converged.all()
+      assert error < 1e-5
+      assert drift < 1e-6
+      # As told, up to what float32 can tell at all: eps times |A|.
+      assert found.residual < 1e-6 + 0.2 * np.finfo(dtype).eps * (1 + 2 * tau)
+      q = 1 + 2 * tau
+      assert found.iterations <= np.sqrt(q) / 2 * np.log(2e6 * np.sqrt(q)) + 1
+      counts.append(int(found.iterations))
+    # What 32 iterations once left undone.
+    assert counts[0] < 32 < 100 < counts[2]
+
+
+def test_a_solve_that_stops_early_says_so():
   with jax.enable_x64(True):
-    parts, u = dynamics(rate, 0.2), jnp.asarray(U0)
-    residual = rd.imex_residual(parts, u, jnp.asarray(want), tau)
-    assert residual < 1e-12
-    # A wrong solution has the residual that it has.
-    off = jnp.asarray(want + 1.0)
-    matrix = (1 + tau * rate) * np.eye(N) - tau * LAPLACE
-    gap = np.linalg.norm(matrix @ np.ones((N, D)))
-    size = np.linalg.norm(matrix @ want)
-    found = rd.imex_residual(parts, u, off, tau)
-    assert found == pytest.approx(gap / size, rel=1e-9)
+    fields, c, graph, laplace = grid_problem(np.float64, batch=2)
+    # A constant field is solved at once, its batch mate is not.
+    fields = fields._replace(hidden=fields.hidden * np.ones((2, 1, 1)))
+    fields.hidden[0] = 1.0
+    tau = 1000.0
+    found = jax.jit(
+      lambda u: rd.imex_cg(rd.make_dynamics(c, graph), u, tau, iterations=9)
+    )(fields)
+    found = jax.device_get(found)
+  np.testing.assert_array_equal(found.converged, [True, False])
+  assert found.iterations == 9
+  matrix = sparse.eye_array(SIDE**2) + tau * laplace
+  both = lambda u: np.concatenate([u.hidden[1], u.concepts[1]], 1)
+  gap = np.linalg.norm(matrix @ both(found.state) - both(fields))
+  want = gap / np.linalg.norm(both(fields))
+  assert want > 0.1
+  assert found.residual[0] < 1e-9
+  assert found.residual[1] == pytest.approx(want, rel=1e-9)
+
+
+def test_the_evolution_reports_its_solves():
+  fields, c, graph, _ = grid_problem(np.float32)
+  run = lambda **options: rd.evolve(
+    fields, c, graph, 1000.0, 2, integrator='imex_cg', trace=True, **options
+  )
+  _, seen = run()
+  assert seen.converged.shape == seen.residual.shape == (2, 1)
+  assert seen.converged.all()
+  _, seen = run(iterations=9)
+  assert not seen.converged[0]
+  assert seen.residual[0] > 0.1
+  _, seen = rd.evolve(fields, c, graph, 0.5, 2, trace=True)
+  assert seen.converged.all()
+  assert not seen.residual.any()
+
+
+@pytest.mark.parametrize(
+  ('integrator', 'order'),
+  [('euler', 1), ('heun', 2), ('rk4', 4), ('semi_implicit', 1)],
+)
+def test_order_holds_where_coefficients_follow_the_state(integrator, order):
+  graph = ell_from_grid(
+    np.stack(np.divmod(np.arange(12), 4), -1).astype(np.int32), connectivity=4
+  )
+  rng = np.random.default_rng(2)
+  fields = rd.Fields(rng.normal(size=(12, D)), rng.dirichlet([1] * 3, 12))
+  gain = np.full(D, 0.9)
+
+  def follow(fields):
+    # Perona-Malik: edges close where the field differs.
+    open_ = rd.edge_stopping(3 * fields.hidden, graph)
+    return rd.Coefficients(
+      jnp.where(graph.emask, open_, 0) / 4, None, gain, gain, 0.9
+    )
+
+  with jax.enable_x64(True):
+    fields = jax.tree.map(jnp.asarray, fields)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def march(tau, steps):
+      return rd.evolve(
+        fields, follow, graph, tau, steps, integrator=integrator
+      )[0].hidden
+
+    ends = [np.asarray(march(2.0 / n, n)) for n in (8, 16, 32)]
+  first = np.abs(ends[0] - ends[1]).max()
+  second = np.abs(ends[1] - ends[2]).max()
+  assert np.log2(first / second) == pytest.approx(order, abs=0.25)
 
 
 def test_semi_implicit_step_by_hand():
@@ -128,8 +247,8 @@ def test_gradient_of_a_solve():
     @jax.jit
     @jax.value_and_grad
     def loss(tau):
-      u = rd.imex_cg(dynamics(0.3, 0.2), jnp.asarray(U0), tau, iterations=14)
-      return jnp.sum(u**3)
+      u = rd.imex_cg(dynamics(0.3, 0.2), jnp.asarray(U0), tau, tol=1e-13)
+      return jnp.sum(u.state**3)
 
     eps = 1e-5
     slope = (loss(2.0 + eps)[0] - loss(2.0 - eps)[0]) / (2 * eps)
@@ -140,8 +259,10 @@ def test_a_solved_channel_stays_put():
   # A zero channel must not become NaN beside one that still converges.
   b = jnp.stack([jnp.zeros(N), jnp.arange(float(N))], -1)
   matvec = lambda x: 2.0 * x
-  x = rd.conjugate_gradients(matvec, b, iterations=5)
-  np.testing.assert_allclose(x, b / 2)
+  found = rd.conjugate_gradients(matvec, b, iterations=5)
+  np.testing.assert_allclose(found.state, b / 2)
+  assert found.converged
+  assert found.iterations == 1
 
 
 def test_refuses_what_it_cannot_do():

@@ -363,7 +363,6 @@ MODES = {
     reaction='fisher',
     integrator='imex_cg',
     tau=5.0,
-    cg_iterations=12,
     task='survival',
   ),
   'gaps': dict(
@@ -460,7 +459,7 @@ def test_split_over_four_devices():
   """The options that other tests of split bags leave out."""
   model = TMEvolve(
     3, hidden=D, regions=R, num_concepts=M, steps=2, pooling='patch',
-    integrator='imex_cg', tau=2.0, cg_iterations=20,
+    integrator='imex_cg', tau=2.0,
   )  # fmt: skip
   ij = np.stack(np.divmod(np.arange(32), 4), -1).astype(np.int32)
   whole = slide(0, 32, 8, 4)

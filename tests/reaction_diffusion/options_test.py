@@ -28,6 +28,8 @@ from tmlib.mil import Bag
     (dict(lam=1.0), r'lam=1.0 must lie in \[0, 1\)'),
     (dict(lam=-0.1), 'lam=-0.1'),
     (dict(cfl=1.1), 'cfl=1.1'),
+    (dict(cfl=1.0), "cfl=1 with tau='learned' has no start"),
+    (dict(tau=2 / 3, reaction='relax', lam=0.5), 'lam=0.5 leaves no room'),
     (dict(omega=0.0), 'omega=0.0'),
     (dict(regions=0), 'regions=0 must be an integer >= 1'),
     (dict(num_concepts=0), 'num_concepts=0'),
@@ -66,6 +68,7 @@ def test_refused(options, message):
   'options',
   [
     dict(tau=1.0),
+    dict(tau='cfl', cfl=1.0),
     dict(tau=0.66, reaction='relax', lam=0.5),
     dict(tau=100.0, integrator='semi_implicit', reaction='relax'),
     dict(tau=100.0, integrator='imex_cg', reaction='allen_cahn'),
@@ -82,6 +85,17 @@ def test_rows_of_concepts_are_normalised_with_a_warning():
     model = rd.TMEvolve(concept_mode='projected', concept_matrix=2 * np.eye(3))
   np.testing.assert_allclose(model.concept_matrix, np.eye(3))
   assert hash(model) == hash(model.clone())
+
+
+@pytest.mark.parametrize('value', [1e-5, 0.2, 0.9997])
+def test_rate_and_share_start_where_they_were_asked_to(value):
+  _, graph = support.grid_graph(np.random.default_rng(0), 3, 3, 5)
+  bag = Bag(np.ones((5, 2), np.float32), np.ones(5, bool), graph)
+  model = rd.TMEvolve(hidden=4, steps=1, reaction='relax', lam=value, cfl=value)
+  _, p = jax.jit(model.init_with_output)(jax.random.key(0), bag)
+  seen = jax.jit(lambda p: model.apply(p, bag, trace=True).extras)(p)
+  assert seen['lam'] == pytest.approx(value, rel=1e-4)
+  assert seen['tau'] == pytest.approx(value / (1 + value), rel=1e-4)
 
 
 def test_graph_wider_than_the_normaliser():
@@ -114,3 +128,11 @@ def test_evolve_checks_its_numbers():
   c = c.replace(lam=0.5, reaction='fisher')
   with pytest.raises(ValueError, match=r'1/\(1\+lam\)=0.6667'):
     rd.evolve(fields, c, graph, 0.7, 1)
+  # A function of the fields, and steps that are arrays.
+  for tau in (0.7, np.float32(0.7), jnp.asarray(0.7)):
+    with pytest.raises(ValueError, match=r'1/\(1\+lam\)=0.6667'):
+      rd.evolve(fields, lambda _: c, graph, tau, 1)
+  moving = c.replace(velocity=c.intra, reaction='none')
+  with pytest.raises(ValueError, match='1/2=0.5'):
+    rd.evolve(fields, lambda _: moving, graph, 0.7, 1)
+  rd.evolve(fields, lambda _: c, graph, 0.6, 1)

@@ -299,6 +299,33 @@ def test_tables_are_what_the_data_can_see():
   np.testing.assert_allclose(gate, moved, atol=1e-6)
 
 
+def test_tables_of_sigmoid_concepts_keep_what_a_box_can_tell():
+  theta = RNG.normal(size=(M, M)).astype(np.float32)
+  exchange = RNG.normal(size=(M, D)).astype(np.float32)
+  tables = rd.identifiable_tables(theta, 0.3, exchange, 'sigmoid')
+  # Neither move is invisible here: the tables see both, as the model does.
+  shifted = rd.identifiable_tables(theta + 0.5, -0.2, exchange + 1, 'sigmoid')
+  np.testing.assert_allclose(
+    tables['permeability'], shifted['permeability'], atol=1e-6
+  )
+  assert abs(tables['background'] - shifted['background']) > 0.1
+  np.testing.assert_allclose(shifted['exchange'] - tables['exchange'], 1)
+  box = RNG.uniform(size=Z.shape).astype(np.float32)
+  gates = [
+    rd.edge_conductance(S, box, GRAPH, theta=t, bias=b).gate
+    for t, b in ((theta, 0.3), (theta + 0.5, -0.2))
+  ]
+  assert np.abs(gates[0] - gates[1]).max() > 1e-3
+  # From the tables alone one gets the gate of any pair of patches.
+  logit = lambda p: np.log(p / (1 - p))
+  bias = logit(tables['background'])
+  square = logit(tables['permeability']) - bias
+  want = rd.edge_conductance(S, box, GRAPH, theta=square, bias=bias).gate
+  np.testing.assert_allclose(gates[0], want, atol=1e-5)
+  with pytest.raises(ValueError, match="'relu' is unknown"):
+    rd.identifiable_tables(theta, 0.3, exchange, 'relu')
+
+
 # Dropout.
 
 

@@ -6,9 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as Spec
 
+from kernels_pallas.graph import shard_graph
 from tests.reaction_diffusion import support
 from tmlib import reaction_diffusion as rd
+from tmlib.ops.graph import ell_from_grid
 
 N, K, D = 16, 4, 3
 RNG = np.random.default_rng(0)
@@ -107,6 +111,58 @@ def test_gread_stays_in_its_box_under_the_bound(name, low):
     # From standard normal features, outside the box, the polynomial explodes.
     wild = run64(lambda h: march(name, h, tau, alpha, beta), 5 * H)
     assert not np.isfinite(wild).all()
+
+
+def test_bounds_of_gains_per_channel_are_those_of_the_worst():
+  alpha, beta = np.array([1.0, 0.5, 0.8]), np.array([0.1, 0.4, 0.8])
+  for name in ('fisher', 'allen_cahn', 'bspm', 'source'):
+    each = [rd.gread_tau(name, a, b) for a, b in zip(alpha, beta, strict=True)]
+    found = rd.gread_tau(name, alpha, beta)
+    assert found == pytest.approx(min(each))
+  with pytest.raises(ValueError, match='beta <= alpha'):
+    rd.gread_tau('bspm', alpha, np.array([0.1, 0.6, 0.8]))
+  # One gain of each kind, and under jit, where values are not known.
+  found = jax.jit(lambda a: rd.gread_tau('bspm', a, 0.5))(alpha)
+  assert found == pytest.approx(1 / 1.5)
+  pairs = [
+    rd.acmp_bound(A, GRAPH, threshold=0.4, alpha=a, delta=b)
+    for a, b in zip(alpha, beta, strict=True)
+  ]
+  tau, radius = rd.acmp_bound(A, GRAPH, threshold=0.4, alpha=alpha, delta=beta)
+  assert tau == pytest.approx(min(pair[0] for pair in pairs))
+  np.testing.assert_allclose(radius, [pair[1] for pair in pairs], rtol=1e-6)
+  with pytest.raises(ValueError, match='delta > 0'):
+    rd.acmp_bound(A, GRAPH, threshold=0.4, delta=np.array([1.0, 0.0]))
+
+
+def test_bounds_of_a_split_graph_are_those_of_the_whole():
+  rng = np.random.default_rng(4)
+  ij = np.stack(np.divmod(np.arange(32), 4), -1).astype(np.int32)
+  whole = ell_from_grid(ij, connectivity=4)
+  split = shard_graph(whole, 4, 'patch')
+  # The last rows of the grid are the stiffest.
+  scale = np.linspace(0.1, 1, 32)[:, None]
+  c = np.where(whole.emask, scale * rng.uniform(size=whole.nbr.shape), 0) / 4
+  v = c * np.where(np.arange(4) % 2, 1.0, -1.0)
+
+  def bounds(c, v, graph):
+    half = jnp.full(2, 0.5)
+    full = rd.Coefficients(c, c, half, half, velocity=v, lam=0.1)
+    tau, radius = rd.acmp_bound(c, graph, threshold=0.1)
+    return jnp.stack([
+      rd.sharp_tau(full, graph), rd.adr_tau(c, v, graph), tau, radius
+    ])  # fmt: skip
+
+  mesh = jax.make_mesh((4,), ('patch',), axis_types=(AxisType.Auto,))
+  rows = Spec('patch')
+  each = jax.jit(
+    jax.shard_map(
+      lambda *args: bounds(*args)[None],
+      mesh=mesh, in_specs=(rows, rows, rows), out_specs=rows, check_vma=False,
+    )
+  )(c, v, split)  # fmt: skip
+  want = jax.jit(bounds)(c, v, whole)
+  np.testing.assert_allclose(each, np.tile(want, (4, 1)), rtol=1e-6)
 
 
 def test_bspm_needs_beta_below_alpha():

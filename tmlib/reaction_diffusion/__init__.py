@@ -36,11 +36,11 @@ from tmlib.reaction_diffusion.dynamics import (
 )
 from tmlib.reaction_diffusion.evolution import Trace, evolve
 from tmlib.reaction_diffusion.integrators import (
+  Solution,
   conjugate_gradients,
   euler,
   heun,
   imex_cg,
-  imex_residual,
   integrate,
   rk4,
   semi_implicit,
@@ -93,6 +93,7 @@ __all__ = [
   'Reaction',
   'RegionParams',
   'RegionSummary',
+  'Solution',
   'TMEvolve',
   'Trace',
   'acmp',
@@ -125,7 +126,6 @@ __all__ = [
   'heun',
   'identifiable_tables',
   'imex_cg',
-  'imex_residual',
   'integrate',
   'interface_matrix',
   'laplacian',

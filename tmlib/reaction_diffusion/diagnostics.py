@@ -141,27 +141,44 @@ def region_diagnostics(
 
 
 def identifiable_tables(
-  theta: jax.Array, bias: jax.Array, exchange: jax.Array
+  theta: jax.Array,
+  bias: jax.Array,
+  exchange: jax.Array,
+  activation: str = 'softmax',
 ) -> dict[str, jax.Array]:
   """Learned tables in a form that the data can determine.
 
   On the simplex z_i^T Theta z_j + b is unchanged when a constant moves from b
-  to Theta, and (Delta Z) E when a row is added to all rows of E. What is left:
+  to Theta, and (Delta Z) E when a row is added to all rows of E: what is left
+  is Theta + b, and E up to its mean row. In the box of sigmoid concepts rows of
+  Z need not sum to one, and the symmetric Theta, b and E are all determined.
 
   Args:
     theta: [M, M], Theta.
     bias: [], b.
     exchange: [M, D], E.
+    activation: 'softmax' or 'sigmoid', of the concept field.
 
   Returns:
     permeability: [M, M], sigmoid of the symmetric Theta plus b: the gate
-      between two pure concepts.
-    exchange: [M, D], E minus its mean row.
+      between two patches that show one concept each, and nothing else.
+    exchange: [M, D], E, minus its mean row on the simplex.
+    background: [], for 'sigmoid' only, sigmoid of b: the gate of a patch that
+      shows no concept.
+
+  Raises:
+    ValueError: unknown activation.
   """
-  return {
-    'permeability': jax.nn.sigmoid((theta + theta.T) / 2 + bias),
-    'exchange': exchange - jnp.mean(exchange, 0, keepdims=True),
-  }
+  if activation not in ('softmax', 'sigmoid'):
+    raise ValueError(
+      f'activation={activation!r} is unknown; allowed: softmax, sigmoid'
+    )
+  tables = {'permeability': jax.nn.sigmoid((theta + theta.T) / 2 + bias)}
+  if activation == 'sigmoid':
+    background = jax.nn.sigmoid(jnp.asarray(bias))
+    return tables | {'exchange': exchange, 'background': background}
+  centred = exchange - jnp.mean(exchange, 0, keepdims=True)
+  return tables | {'exchange': centred}
 
 
 def per_bag(

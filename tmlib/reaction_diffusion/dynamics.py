@@ -56,6 +56,7 @@ from tmlib.reaction_diffusion.transport import (
   advection,
   align,
   laplacian,
+  largest,
   row_sum,
   times,
 )
@@ -239,11 +240,12 @@ def sharp_tau(coefficients: Coefficients, graph: PatchGraph) -> jax.Array:
     graph: the patch graph.
 
   Returns:
-    [], 1 / max(sum_j c_ij + k lam); infinite where nothing moves.
+    [], 1 / max(sum_j c_ij + k lam), over all bags and, where a graph is split,
+    over all shards; infinite where nothing moves.
   """
   dynamics = make_dynamics(coefficients, graph)
   total = jax.tree.map(
-    lambda outflow, rate: jnp.max(jnp.asarray(outflow) + rate),
+    lambda outflow, rate: largest(jnp.asarray(outflow) + rate, graph),
     dynamics.outflow,
     dynamics.rate,
   )

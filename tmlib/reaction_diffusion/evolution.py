@@ -17,7 +17,7 @@ from tmlib.reaction_diffusion.dynamics import (
   Fields,
   make_dynamics,
 )
-from tmlib.reaction_diffusion.integrators import imex_residual, integrate
+from tmlib.reaction_diffusion.integrators import integrate
 from tmlib.reaction_diffusion.options import check_tau
 
 __all__ = ['Trace', 'evolve']
@@ -32,12 +32,14 @@ class Trace(NamedTuple):
     energy_inter: [T + 1, ..., N], Dirichlet energy across boundaries.
     residual: [T, ...], relative residual of the linear solves of 'imex_cg';
       zero for other integrators.
+    converged: [T, ...], bool, whether they met their tolerance.
   """
 
   flux: jax.Array
   energy_intra: jax.Array
   energy_inter: jax.Array
   residual: jax.Array
+  converged: jax.Array
 
 
 def evolve(
@@ -50,80 +52,87 @@ def evolve(
   integrator: str = 'euler',
   remat: bool = True,
   trace: bool = False,
-  iterations: int = 32,
+  tol: float = 1e-6,
+  iterations: int = 1000,
 ) -> tuple[Fields, Trace | None]:
   """Evolves the fields by `steps` steps of size `tau`.
 
   Args:
     fields: H [..., N, D] and Z [..., N, M]; zero in padding.
-    coefficients: right-hand side, fixed, or a pure function of the fields that
-      is evaluated before every step.
+    coefficients: right-hand side, fixed, or a pure function of the fields;
+      explicit rules evaluate it at every stage, so that they keep their order,
+      implicit ones at the start of each step. Facts S1 and S2 hold stage by
+      stage, whatever the function does, while tau stays within the bound.
     graph: the patch graph.
-    tau: step; explicit rules are stable up to `stable_tau`.
+    tau: step; explicit rules are stable up to `stable_tau`. A tau that is known
+      before compilation is checked, against the least that is known of lam; of
+      a function, against its value at the initial fields: it must not raise lam
+      later.
     steps: T >= 0; T = 0 returns the fields.
     integrator: see `integrators.INTEGRATORS`.
     remat: keep only the state of each step for the backward pass and recompute
       the rest: (T + 1) N (D + M) numbers.
     trace: also return diagnostics of every step.
-    iterations: of the solver in 'imex_cg'.
+    tol: relative residual that the solver of 'imex_cg' is to reach.
+    iterations: of that solver, at most.
 
   Returns:
     fields: after T steps.
     trace: Trace, or None.
 
   Raises:
-    ValueError: negative `steps`, unknown integrator, a Python number `tau`
-      beyond the bound.
+    ValueError: negative `steps`, unknown integrator, a known `tau` beyond the
+      bound.
   """
   if steps < 0:
     raise ValueError(f'steps={steps} must be >= 0; 0 is the static model')
   lookup = coefficients if callable(coefficients) else lambda _: coefficients
-  if not callable(coefficients) and isinstance(tau, int | float):
+  known_tau = _known(tau)
+  if known_tau is not None:
+    start = lookup(fields)
     check_tau(
-      tau,
-      _known(coefficients.lam),
-      reaction=coefficients.reaction,
-      flux='symmetric' if coefficients.velocity is None else 'upwind',
+      known_tau,
+      _known(start.lam) or 0.0,
+      reaction=start.reaction,
+      flux='symmetric' if start.velocity is None else 'upwind',
       integrator=integrator,
     )
-  axis_name = graph.axis_name
 
   def step(fields, _):
-    c = lookup(fields)
-    dynamics = make_dynamics(c, graph)
-    new = integrate(
+    found = integrate(
       integrator,
-      dynamics,
+      lambda fields: make_dynamics(lookup(fields), graph),
       fields,
       tau,
+      tol=tol,
       iterations=iterations,
-      axis_name=axis_name,
+      axis_name=graph.axis_name,
     )
-    new = jax.tree.map(lambda new, old: new.astype(old.dtype), new, fields)
+    new = jax.tree.map(
+      lambda new, old: new.astype(old.dtype), found.state, fields
+    )
     if not trace:
       return new, None
-    residual = jnp.zeros(graph.nbr.shape[:-2])
-    if integrator == 'imex_cg':
-      residual = imex_residual(dynamics, fields, new, tau, axis_name)
-    return new, (_observe(fields, c, graph), residual)
+    seen = _observe(fields, lookup(fields), graph)
+    return new, (seen, found.residual, found.converged)
 
   if remat:
     step = jax.checkpoint(step, prevent_cse=False)
   final, seen = jax.lax.scan(step, fields, None, length=steps)
   if seen is None:
     return final, None
-  observed, residual = seen
+  observed, *solves = seen
   last = _observe(final, lookup(final), graph)
   join = lambda past, last: jnp.concatenate([past, last[None]])
-  return final, Trace(*map(join, observed, last), residual=residual)
+  return final, Trace(*map(join, observed, last), *solves)
 
 
-def _known(lam: jax.Array | float) -> float:
-  """The rate, or the least that it can be where it is being traced."""
+def _known(value: jax.Array | float) -> float | None:
+  """A number, or None where it is being traced."""
   try:
-    return float(lam)
+    return float(value)
   except jax.errors.ConcretizationTypeError:
-    return 0.0
+    return None
 
 
 def _observe(fields: Fields, coefficients: Coefficients, graph: PatchGraph):

@@ -11,9 +11,12 @@ gain(u) - outflow u and gain >= 0. States are pytrees of arrays [..., N, D].
                           such a combination and has no maximum principle)
   semi_implicit   1       any: maximum principle (symmetric flux), not
                           conservative
-  imex_cg         1       any, once the solver has converged: maximum principle,
-                          and conservative where rate = 0. Large steps need more
-                          iterations: read the residual
+  imex_cg         1       any: maximum principle, and conservative where rate =
+                          0, both to the tolerance of the solver. Iterations
+                          grow with sqrt(tau); `Solution` tells how it went
+
+The order is that of the whole evolution, also where the coefficients depend on
+the state: explicit rules then look them up at every stage.
 
 semi_implicit. u' = (u + tau (gain(u) + rate v(u) + force)) / (1 + tau (outflow
   + rate)): without force the weights of u, of its neighbours and of v are >= 0
@@ -34,7 +37,7 @@ References:
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -44,11 +47,11 @@ from tmlib.reaction_diffusion.dynamics import Dynamics, right_hand_side
 __all__ = [
   'EXPLICIT',
   'INTEGRATORS',
+  'Solution',
   'conjugate_gradients',
   'euler',
   'heun',
   'imex_cg',
-  'imex_residual',
   'integrate',
   'rk4',
   'semi_implicit',
@@ -109,89 +112,95 @@ def semi_implicit(
   )
 
 
+class Solution(NamedTuple):
+  """What an iterative solve of A x = b found.
+
+  Attributes:
+    state: x, like b.
+    converged: [...], bool, whether every channel of a row met the tolerance.
+    residual: [...], |A x - b| / |b| of a row over its patches and channels,
+      computed anew; rounding keeps it above about eps |A| |x| / |b|.
+    iterations: [], int32, how many there were.
+  """
+
+  state: Any
+  converged: jax.Array
+  residual: jax.Array
+  iterations: jax.Array
+
+
 def imex_cg(
   dynamics: Dynamics,
   u: State,
   tau: jax.Array | float,
   *,
-  iterations: int = 32,
+  tol: float = 1e-6,
+  iterations: int = 1000,
   axis_name: str | None = None,
-) -> State:
+) -> Solution:
   """One step with transport and decay implicit, by conjugate gradients.
 
   The derivative solves one more system with the same matrix instead of
-  unrolling the iteration.
+  unrolling the iteration. What a step fails to conserve is at most the
+  residual.
 
   Args:
     dynamics: with `symmetric` True.
     u: pytree of [..., N, D].
     tau: step > 0.
-    iterations: of conjugate gradients, fixed; the error falls by about
-      (sqrt(q) - 1) / (sqrt(q) + 1) each, q = 1 + 2 tau.
+    tol: relative residual to reach in every channel. It takes about sqrt(q) / 2
+      ln(2 sqrt(q) / tol) iterations, q = 1 + 2 tau: 14 at tau = 1, 410 at 1000.
+    iterations: at most so many.
     axis_name: mesh axis that splits the patches, if any.
 
   Returns:
-    The next state.
+    Solution; its `state` is the next state.
+
+  Raises:
+    ValueError: a transport that is not symmetric.
   """
+  if not dynamics.symmetric:
+    raise ValueError(
+      "integrator='imex_cg' needs a symmetric transport, but flux='upwind' "
+      "is directed; use integrator='semi_implicit' or an explicit rule"
+    )
   matvec, rhs = _implicit_system(dynamics, u, tau)
 
   def solve(matvec, b):
-    return conjugate_gradients(
-      matvec, b, iterations=iterations, axis_name=axis_name
+    found = conjugate_gradients(
+      matvec, b, tol=tol, iterations=iterations, axis_name=axis_name
     )
+    return found.state, found[1:]
 
-  return jax.lax.custom_linear_solve(matvec, rhs, solve, symmetric=True)
-
-
-def imex_residual(
-  dynamics: Dynamics,
-  u: State,
-  new: State,
-  tau: jax.Array | float,
-  axis_name: str | None = None,
-) -> jax.Array:
-  """Relative residual |A u' - rhs| / |rhs| of an `imex_cg` step, per row.
-
-  Args:
-    dynamics: as given to `imex_cg`.
-    u: state before the step.
-    new: state after it.
-    tau: step.
-    axis_name: mesh axis that splits the patches, if any.
-
-  Returns:
-    [...], over all patches and channels of a row.
-  """
-  matvec, rhs = _implicit_system(dynamics, u, tau)
-  gap = jax.tree.map(jnp.subtract, matvec(new), rhs)
-
-  def square(tree):
-    total = sum(jnp.sum(x * x, (-2, -1)) for x in jax.tree.leaves(tree))
-    return total if axis_name is None else jax.lax.psum(total, axis_name)
-
-  return jnp.sqrt(square(gap) / jnp.maximum(square(rhs), 1e-30))
+  state, told = jax.lax.custom_linear_solve(
+    matvec, rhs, solve, symmetric=True, has_aux=True
+  )
+  return Solution(state, *told)
 
 
 def conjugate_gradients(
   matvec: Callable[[State], State],
   b: State,
   *,
-  iterations: int,
+  tol: float = 1e-6,
+  iterations: int = 1000,
   axis_name: str | None = None,
-) -> State:
+) -> Solution:
   """Solves A x = b for symmetric positive definite A acting along patches.
 
   Every row and channel has its own step lengths, so channels and bags of a
-  batch never mix. A channel that has converged stays put.
+  batch never mix. The loop ends when all of them have converged; those that
+  were ready earlier only get better.
 
   Args:
     matvec: x -> A x; A acts on the axis N of each leaf, channel by channel.
     b: pytree of [..., N, D].
-    iterations: fixed number of iterations.
+    tol: relative residual to reach in every row and channel.
+    iterations: at most so many.
     axis_name: mesh axis that splits the patches, if any.
 
   Returns:
-    x, like b.
+    Solution. Not differentiable as it stands (a `while_loop`).
   """
 
   def dot(x, y):
@@ -202,64 +211,82 @@ def conjugate_gradients(
   ratio = lambda a, b: jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
   ratios = lambda a, b: jax.tree.map(ratio, a, b)
   axpy = lambda s, x, y: jax.tree.map(lambda s, x, y: s * x + y, s, x, y)
+  size = dots(b, b)
 
-  def body(carry, _):
-    x, r, p, rr = carry
+  def open_channels(rr):
+    """[...], how many channels of a row are above the tolerance."""
+    above = jax.tree.map(lambda r, s: r > tol**2 * s, rr, size)
+    return sum(jnp.sum(x, (-2, -1)) for x in jax.tree.leaves(above))
+
+  def proceed(carry):
+    *_, rr, count = carry
+    return (count < iterations) & jnp.any(open_channels(rr) > 0)
+
+  def body(carry):
+    x, r, p, rr, count = carry
     ap = matvec(p)
     step = ratios(rr, dots(p, ap))
     x = axpy(step, p, x)
     r = axpy(jax.tree.map(jnp.negative, step), ap, r)
     rr_new = dots(r, r)
     p = axpy(ratios(rr_new, rr), p, r)
-    return (x, r, p, rr_new), None
+    return x, r, p, rr_new, count + 1
 
   x = jax.tree.map(jnp.zeros_like, b)
-  start = (x, b, b, dots(b, b))
-  (x, *_), _ = jax.lax.scan(body, start, None, length=iterations)
-  return x
+  start = (x, b, b, size, jnp.int32(0))
+  x, _, _, rr, count = jax.lax.while_loop(proceed, body, start)
+  gap = jax.tree.map(jnp.subtract, matvec(x), b)
+  row = lambda tree: sum(jnp.sum(v, (-2, -1)) for v in jax.tree.leaves(tree))
+  residual = jnp.sqrt(ratio(row(dots(gap, gap)), row(size)))
+  return Solution(x, open_channels(rr) == 0, residual, count)
 
 
 def integrate(
   integrator: str,
-  dynamics: Dynamics,
+  dynamics: Dynamics | Callable[[State], Dynamics],
   u: State,
   tau: jax.Array | float,
   *,
-  iterations: int = 32,
+  tol: float = 1e-6,
+  iterations: int = 1000,
   axis_name: str | None = None,
-) -> State:
+) -> Solution:
   """One step of the rule called `integrator`.
 
   Args:
     integrator: one of `INTEGRATORS`.
-    dynamics: see `Dynamics`.
+    dynamics: see `Dynamics`; or a function of the state, called by explicit
+      rules at every stage and by implicit ones at the start of the step.
     u: state, pytree of [..., N, D].
     tau: step > 0.
-    iterations: of 'imex_cg'.
+    tol: of 'imex_cg'.
+    iterations: of 'imex_cg', at most.
     axis_name: mesh axis that splits the patches, if any.
 
   Returns:
-    The next state.
+    Solution, with the next state. Rules that solve nothing have converged with
+    a residual of zero.
 
   Raises:
     ValueError: unknown rule, or 'imex_cg' for a transport that is not
       symmetric.
   """
-  if integrator == 'imex_cg':
-    if not dynamics.symmetric:
-      raise ValueError(
-        "integrator='imex_cg' needs a symmetric transport, but flux='upwind' "
-        "is directed; use integrator='semi_implicit' or an explicit rule"
-      )
-    return imex_cg(dynamics, u, tau, iterations=iterations, axis_name=axis_name)
-  if integrator == 'semi_implicit':
-    return semi_implicit(dynamics, u, tau)
-  explicit = {'euler': euler, 'heun': heun, 'rk4': rk4}
-  if integrator not in explicit:
+  if integrator not in INTEGRATORS:
     raise ValueError(
       f'integrator={integrator!r} is unknown; allowed: {", ".join(INTEGRATORS)}'
     )
-  return explicit[integrator](right_hand_side(dynamics), u, tau)
+  at = lambda u: dynamics if isinstance(dynamics, Dynamics) else dynamics(u)
+  if integrator == 'imex_cg':
+    return imex_cg(
+      at(u), u, tau, tol=tol, iterations=iterations, axis_name=axis_name
+    )
+  if integrator == 'semi_implicit':
+    new = semi_implicit(at(u), u, tau)
+  else:
+    rule = {'euler': euler, 'heun': heun, 'rk4': rk4}[integrator]
+    new = rule(lambda u: right_hand_side(at(u))(u), u, tau)
+  lead = jax.tree.leaves(u)[0].shape[:-2]
+  return Solution(new, jnp.ones(lead, bool), jnp.zeros(lead), jnp.int32(0))
 
 
 def _implicit_system(dynamics: Dynamics, u: Any, tau: jax.Array | float):

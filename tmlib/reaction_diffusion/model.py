@@ -50,7 +50,7 @@ _FAN_IN = nn.initializers.lecun_normal()
 
 
 def _logit(p: float):
-  p = min(max(p, 1e-3), 1 - 1e-3)
+  """Starts a parameter where its sigmoid is p, in (0, 1)."""
   return nn.initializers.constant(float(np.log(p / (1 - p))))
 
 
@@ -77,7 +77,7 @@ class TMEvolve(nn.Module):
     tau: 'learned' (a learned share of the stability bound, from `cfl` on),
       'cfl' (that share, fixed), or a number. A number within the bound stays
       within it: then the reaction rate is learned below 1 / tau - 1 only.
-    cfl: share of the bound, in (0, 1].
+    cfl: share of the bound, in (0, 1]; below 1 where it is learned.
     reaction: 'none', 'relax', 'fisher', 'allen_cahn' or 'zeldovich'.
     lam: reaction rate in [0, 1) to start from; it is learned. 0 switches the
       reaction off.
@@ -87,7 +87,8 @@ class TMEvolve(nn.Module):
     degree: K of the normaliser 1 / K; None takes the width of the table. Set it
       where tables of several widths are mixed: padding a table with slots would
       change K.
-    reassign: regions 'once' or before 'every_step'.
+    reassign: regions 'once', or anew for 'every_step' (explicit integrators: at
+      every stage of it).
     refine_iters: shifts of the prototypes towards the slide.
     smooth_iters: passes of spatial smoothing of the regions.
     omega: weight of the smoothing, in (0, 1].
@@ -101,7 +102,7 @@ class TMEvolve(nn.Module):
       regions and no concepts in the dynamics, same width, steps and readout.
     dropout: rate on the embedding.
     remat: recompute steps in the backward pass.
-    cg_iterations: of 'imex_cg'.
+    cg_iterations: of 'imex_cg', at most; it stops when it has converged.
     axis_name: mesh axis that splits the patches, for bags without a graph; a
       split graph knows its own.
     dtype: of the large matrix products (embedding, projection, readout), for
@@ -144,7 +145,7 @@ class TMEvolve(nn.Module):
   uniform: bool = False
   dropout: float = 0.0
   remat: bool = True
-  cg_iterations: int = 32
+  cg_iterations: int = 1000
   axis_name: str | None = None
   dtype: Any = None
   param_dtype: Any = jnp.float32
@@ -404,7 +405,6 @@ class TMEvolve(nn.Module):
     lam = jnp.zeros((), wide)
     if self._active_reaction != 'none':
       top = largest_lam(self.tau, integrator=self.integrator, **options)
-      top = max(top, self.lam)
       lam = top * nn.sigmoid(self._table('lam', _logit(self.lam / top)))
     if not isinstance(self.tau, str):
       return jnp.asarray(self.tau, wide), lam

@@ -126,13 +126,29 @@ def check_options(options: Any) -> None:
     raise ValueError(f'dropout={o.dropout} must lie in [0, 1)')
   if not o.temperature > 0:
     raise ValueError(f'temperature={o.temperature} must be > 0')
+  _check_step(o)
+  _check_pairs(o)
+
+
+def _check_step(o) -> None:
+  """The step, and that what is learned about it can start where asked."""
+  kind = dict(reaction=o.reaction, flux=o.flux, integrator=o.integrator)
   if isinstance(o.tau, str):
     check_choice('tau', o.tau, ('learned', 'cfl', 'or a number'))
-  else:
-    check_tau(
-      o.tau, o.lam, reaction=o.reaction, flux=o.flux, integrator=o.integrator
-    )
-  _check_pairs(o)
+    if o.tau == 'learned' and o.cfl == 1:
+      raise ValueError(
+        "cfl=1 with tau='learned' has no start: the share is a sigmoid, below "
+        "1; use cfl=0.99, or tau='cfl' to fix it at the bound"
+      )
+    return
+  check_tau(o.tau, o.lam, **kind)
+  if o.lam > 0 and o.reaction != 'none':
+    top = largest_lam(o.tau, **kind)
+    if o.lam >= top:
+      raise ValueError(
+        f'lam={o.lam} leaves no room to learn: tau={o.tau} allows rates below '
+        f"{top:.4g} only; lower tau or lam, or use tau='learned'"
+      )
 
 
 def _check_pairs(o) -> None:

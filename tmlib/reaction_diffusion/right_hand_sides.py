@@ -9,10 +9,16 @@ Axes: ... leading axes, N patches, K slots, D channels.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels_pallas.graph import PatchGraph, ell_sddmm, ell_spmm
 from tmlib.ops.softmax import masked_softmax
-from tmlib.reaction_diffusion.transport import advection, align, laplacian
+from tmlib.reaction_diffusion.transport import (
+  advection,
+  align,
+  laplacian,
+  largest,
+)
 
 __all__ = [
   'GREAD_REACTIONS',
@@ -159,7 +165,11 @@ def gread(
   return alpha * diffused + beta * r
 
 
-def gread_tau(reaction: str, alpha: float = 1.0, beta: float = 1.0) -> float:
+def gread_tau(
+  reaction: str,
+  alpha: jax.Array | float = 1.0,
+  beta: jax.Array | float = 1.0,
+) -> jax.Array:
   r"""Largest step of `gread` with row-stochastic (bspm: symmetric) weights.
 
   Polynomials: g(u) = (1 - tau alpha) u + tau beta r(u) has g' >= 1 - tau (alpha
@@ -174,27 +184,31 @@ def gread_tau(reaction: str, alpha: float = 1.0, beta: float = 1.0) -> float:
 
   Args:
     reaction: one of `GREAD_REACTIONS`.
-    alpha: >= 0; with gains per channel take the least tau over channels.
-    beta: >= 0, of the same channel.
+    alpha: [] or [D], >= 0.
+    beta: [] or [D], >= 0.
 
   Returns:
-    tau.
+    [], the least tau of all channels.
 
   Raises:
-    ValueError: unknown reaction; bspm with beta > alpha, where some modes grow
-      for every step.
+    ValueError: unknown reaction; bspm with beta > alpha in some channel, where
+      some modes grow for every step (seen where the gains are known before
+      compilation).
   """
   if reaction not in GREAD_REACTIONS:
     raise ValueError(
       f'reaction={reaction!r} is unknown; allowed: {", ".join(GREAD_REACTIONS)}'
     )
-  if reaction == 'bspm' and beta > alpha:
+  gains = alpha, beta
+  known = not any(isinstance(gain, jax.core.Tracer) for gain in gains)
+  if reaction == 'bspm' and known and np.any(np.greater(beta, alpha)):
     raise ValueError(
       f"reaction='bspm' with beta={beta} > alpha={alpha} amplifies modes of "
       'eigenvalue above alpha / beta whatever the step; use beta <= alpha'
     )
   k = {'source': 0.0, 'allen_cahn': 2.0}.get(reaction, 1.0)
-  return 1 / (alpha + k * beta)
+  alpha, beta = map(jnp.asarray, gains)
+  return 1 / jnp.max(alpha + k * beta)
 
 
 def acmp(
@@ -238,8 +252,8 @@ def acmp_bound(
   graph: PatchGraph,
   *,
   threshold: float = 0.0,
-  alpha: float = 1.0,
-  delta: float = 1.0,
+  alpha: jax.Array | float = 1.0,
+  delta: jax.Array | float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
   r"""Step and radius of a box that `acmp` cannot leave.
 
@@ -255,28 +269,31 @@ def acmp_bound(
     weights: [..., N, K], a.
     graph: the patch graph.
     threshold: >= 0.
-    alpha: >= 0.
-    delta: >= 0.
+    alpha: [] or [D], >= 0.
+    delta: [] or [D], >= 0.
 
   Returns:
-    tau: [].
-    radius: [], R.
+    tau: [], the least of all channels, and of all shards of a split graph.
+    radius: [] or [D], R of each channel.
 
   Raises:
     ValueError: delta = 0 with a positive threshold: nothing then stops
-      repelling patches from running away.
+      repelling patches from running away (seen where delta is known before
+      compilation).
   """
-  if delta <= 0 and threshold > 0:
+  known = not isinstance(delta, jax.core.Tracer)
+  if threshold > 0 and known and np.any(np.less_equal(delta, 0)):
     raise ValueError(
       f'delta={delta} with threshold={threshold} has no bounded step: '
       'repulsion alone diverges; use delta > 0 or threshold=0'
     )
   gap = jnp.where(graph.emask, weights - threshold, 0)
-  repulsion = jnp.max(jnp.sum(jnp.maximum(-gap, 0), -1))
-  pull = jnp.maximum(jnp.max(jnp.sum(gap, -1)), 0)
-  square = 1 + 2 * alpha * repulsion / (delta or 1.0)
-  tau = 1 / (alpha * pull + delta * (3 * square - 1))
-  return tau, jnp.sqrt(square)
+  repulsion = largest(jnp.sum(jnp.maximum(-gap, 0), -1), graph)
+  pull = jnp.maximum(largest(jnp.sum(gap, -1), graph), 0)
+  alpha, delta = jnp.asarray(alpha), jnp.asarray(delta)
+  square = 1 + 2 * alpha * repulsion / jnp.where(delta > 0, delta, 1)
+  rate = alpha * pull + delta * (3 * square - 1)
+  return 1 / jnp.max(rate), jnp.sqrt(square)
 
 
 def adr(
@@ -322,7 +339,8 @@ def adr_tau(
   """Largest step for which `adr` keeps H >= 0 (with a target >= 0).
 
   The coefficient of H_i in H'_i is 1 - tau (sum_j c_ij + sum_j v^+_ij + rate);
-  all others are >= 0. Returns [], 1 / max_i of that sum.
+  all others are >= 0. Returns [], 1 / max_i of that sum, over all shards of a
+  split graph.
   """
   out = jnp.where(graph.emask, conductance + jnp.maximum(velocity, 0), 0)
-  return 1 / (jnp.max(jnp.sum(out, -1)) + rate)
+  return 1 / (largest(jnp.sum(out, -1), graph) + rate)

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 
 from kernels_pallas.graph import PatchGraph, ell_spmm
 
-__all__ = ['advection', 'align', 'laplacian', 'row_sum', 'times']
+__all__ = [
+  'advection',
+  'align',
+  'laplacian',
+  'largest',
+  'row_sum',
+  'times',
+]
 
 
 def align(vector: jax.Array | float, ndim: int) -> jax.Array:
@@ -33,6 +40,14 @@ def times(values: jax.Array, matrix: jax.Array) -> jax.Array:
 def row_sum(weights: jax.Array, graph: PatchGraph) -> jax.Array:
   """sum_j w_ij over the edges of each patch: [..., N, K] -> [..., N, 1]."""
   return jnp.sum(jnp.where(graph.emask, weights, 0), -1, keepdims=True)
+
+
+def largest(values: jax.Array, graph: PatchGraph) -> jax.Array:
+  """Maximum over every axis and, where patches are split, over all shards."""
+  found = jnp.max(values)
+  if graph.axis_name is None:
+    return found
+  return jax.lax.pmax(found, graph.axis_name)
 
 
 def laplacian(

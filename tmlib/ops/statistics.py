@@ -304,4 +304,10 @@ def _bca_levels(metric, tables, units, value, draws, tail):
   spread = np.sum(gap**2) ** 1.5
   acceleration = np.sum(gap**3) / (6 * spread) if spread > 0 else 0.0
   z = z0 + special.ndtri(tail)
-  return special.ndtr(z0 + z / (1 - acceleration * z))
+  room = 1 - acceleration * z
+  # Beyond the pole, where the skewness has used up its end of the scale, the
+  # level is the limit before it: not the other end, where 1 / room jumps to.
+  end = np.where(z > 0, np.inf, -np.inf)
+  return special.ndtr(
+    np.where(room > 0, z0 + z / np.where(room > 0, room, 1), end)
+  )

@@ -179,8 +179,8 @@ def imex_cg(
 
 
 def conjugate_gradients(
-  matvec: Callable[[State], State],
-  b: State,
+  matvec: Callable[[Any], Any],
+  b: Any,
   *,
   tol: float = 1e-6,
   iterations: int = 1000,
@@ -211,12 +211,14 @@ def conjugate_gradients(
   ratio = lambda a, b: jnp.where(b > 0, a / jnp.where(b > 0, b, 1), 0)
   ratios = lambda a, b: jax.tree.map(ratio, a, b)
   axpy = lambda s, x, y: jax.tree.map(lambda s, x, y: s * x + y, s, x, y)
+  row = lambda tree: jax.tree.reduce(
+    jnp.add, jax.tree.map(lambda v: jnp.sum(v, (-2, -1)), tree)
+  )
   size = dots(b, b)
 
   def open_channels(rr):
     """[...], how many channels of a row are above the tolerance."""
-    above = jax.tree.map(lambda r, s: r > tol**2 * s, rr, size)
-    return sum(jnp.sum(x, (-2, -1)) for x in jax.tree.leaves(above))
+    return row(jax.tree.map(lambda r, s: r > tol**2 * s, rr, size))
 
   def proceed(carry):
     *_, rr, count = carry
@@ -236,7 +238,6 @@ def conjugate_gradients(
   start = (x, b, b, size, jnp.int32(0))
   x, _, _, rr, count = jax.lax.while_loop(proceed, body, start)
   gap = jax.tree.map(jnp.subtract, matvec(x), b)
-  row = lambda tree: sum(jnp.sum(v, (-2, -1)) for v in jax.tree.leaves(tree))
   residual = jnp.sqrt(ratio(row(dots(gap, gap)), row(size)))
   return Solution(x, open_channels(rr) == 0, residual, count)
 

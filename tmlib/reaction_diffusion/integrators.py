@@ -131,7 +131,7 @@ class Solution(NamedTuple):
 
 def imex_cg(
   dynamics: Dynamics,
-  u: State,
+  u: Any,
   tau: jax.Array | float,
   *,
   tol: float = 1e-6,

@@ -8,9 +8,9 @@ Axes: ... leading axes, N patches, K slots, D channels.
 """
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from kernels_pallas.graph import PatchGraph, ell_sddmm, ell_spmm
 from tmlib.ops.softmax import masked_softmax
@@ -201,7 +201,7 @@ def gread_tau(
       f'reaction={reaction!r} is unknown; allowed: {", ".join(GREAD_REACTIONS)}'
     )
   gains = alpha, beta
-  known = not any(isinstance(gain, Tracer) for gain in gains)
+  known = not any(isinstance(gain, jax.core.Tracer) for gain in gains)
   if reaction == 'bspm' and known and np.any(np.greater(beta, alpha)):
     raise ValueError(
       f"reaction='bspm' with beta={beta} > alpha={alpha} amplifies modes of "
@@ -282,7 +282,7 @@ def acmp_bound(
       repelling patches from running away (seen where delta is known before
       compilation).
   """
-  known = not isinstance(delta, Tracer)
+  known = not isinstance(delta, jax.core.Tracer)
   if threshold > 0 and known and np.any(np.less_equal(delta, 0)):
     raise ValueError(
       f'delta={delta} with threshold={threshold} has no bounded step: '

@@ -47,6 +47,15 @@ class LanczosTest(absltest.TestCase):
     want = np.sum((q.T @ v) ** 2 * np.log1p(eigs))
     np.testing.assert_allclose(value, want, rtol=1e-9)
 
+  def test_what_the_operator_reports_comes_along(self):
+    A = spd(12)
+    report = lambda v: (A @ v, jnp.sum(v**2))
+    with jax.enable_x64(True):
+      got, size = spectrum.lanczos(report, jnp.ones(12), 5, has_aux=True)
+      want = spectrum.lanczos(lambda v: A @ v, jnp.ones(12), 5)
+    np.testing.assert_array_equal(got.values, want.values)
+    np.testing.assert_allclose(size, np.ones(5))  # every direction is a unit
+
   def test_early_end(self):
     A = jnp.diag(jnp.array([3.0, 1.0, 1.0, 1.0]))
     got = spectrum.lanczos(lambda v: A @ v, jnp.array([1.0, 1, 0, 0]), 4)

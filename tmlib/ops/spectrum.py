@@ -39,17 +39,26 @@ class Lanczos(NamedTuple):
   vectors: jax.Array  # [P, T]
 
 
-def lanczos(matvec: MatVec, start: jax.Array, steps: int) -> Lanczos:
+def lanczos(
+  matvec: Callable[..., Any],
+  start: jax.Array,
+  steps: int,
+  *,
+  has_aux: bool = False,
+) -> Any:
   """Lanczos tridiagonalisation with full re-orthogonalisation, done twice.
 
   Args:
     matvec: x -> A x on [P], A symmetric.
     start: [P], the first direction, not zero; need not have unit length.
     steps: T, in [1, P]; one product each.
+    has_aux: whether `matvec` returns (A x, aux), such as what an inner solve
+      took.
 
   Returns:
-    Lanczos. When the Krylov space closes early, the steps that are left over
-    carry weight zero and value zero.
+    Lanczos, and with `has_aux` the stacked aux [T, ...] behind it. When the
+    Krylov space closes early, the steps that are left over carry weight zero
+    and value zero.
 
   Raises:
     ValueError: `steps` out of range.
@@ -66,7 +75,7 @@ def lanczos(matvec: MatVec, start: jax.Array, steps: int) -> Lanczos:
   def step(carry, t):
     basis, q, scale = carry
     basis = basis.at[t].set(q)
-    image = matvec(q)
+    image, aux = matvec(q) if has_aux else (matvec(q), None)
     alpha = q @ image
     w = image
     for _ in range(2):
@@ -77,18 +86,21 @@ def lanczos(matvec: MatVec, start: jax.Array, steps: int) -> Lanczos:
     grows = beta > 10 * dim * eps * scale
     beta = jnp.where(grows, beta, 0)
     q = jnp.where(grows, w / jnp.where(grows, beta, 1), 0)
-    return (basis, q, scale), (alpha, beta)
+    return (basis, q, scale), (alpha, beta, aux)
 
   start = start / jnp.linalg.norm(start)
   basis = jnp.zeros((steps, dim), start.dtype)
   carry = (basis, start, jnp.zeros((), start.dtype))
-  (basis, _, _), (alpha, beta) = jax.lax.scan(step, carry, jnp.arange(steps))
+  (basis, _, _), (alpha, beta, aux) = jax.lax.scan(
+    step, carry, jnp.arange(steps)
+  )
   tri = jnp.diag(alpha) + jnp.diag(beta[:-1], 1) + jnp.diag(beta[:-1], -1)
   values, vectors = jnp.linalg.eigh(tri)
   order = jnp.argsort(-values)
   values, vectors = values[order], vectors[:, order]
   bounds = jnp.abs(beta[-1] * vectors[-1])
-  return Lanczos(values, vectors[0] ** 2, bounds, basis.T @ vectors)
+  ritz = Lanczos(values, vectors[0] ** 2, bounds, basis.T @ vectors)
+  return (ritz, aux) if has_aux else ritz
 
 
 def _rademacher(key, shape, dtype):

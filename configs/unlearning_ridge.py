@@ -3,10 +3,10 @@
   python experiments/main.py --config=configs/unlearning_ridge.py \
     --workdir=runs/unlearning_ridge
 
-442 patients, 10 measurements and their products (65 features and a constant),
-float64. Every method by its closed form on five kinds of forget sets, gradient
-ascent stopped at the retrained model's forget loss, GradDiff through its
-critical weight. Args: `tiny`.
+442 patients, 10 measurements and their products (64 distinct features and a
+constant), float64. Every method by its closed form on five kinds of forget
+sets, gradient ascent stopped at the retrained model's forget loss, GradDiff
+through its critical weight. Args: `tiny`.
 """
 
 from ml_collections import ConfigDict

@@ -9,7 +9,7 @@ import numpy as np
 from experiments.plots import figure
 from tmlib.unlearning import LeverageReport
 
-__all__ = ['audit_picture', 'gap_bars', 'lines', 'scatter']
+__all__ = ['audit_picture', 'gap_points', 'lines', 'scatter']
 
 
 def _quiet(ax) -> None:
@@ -43,10 +43,11 @@ def audit_picture(path: Path, report: LeverageReport, title: str) -> None:
     place = np.arange(len(names))
     for shift, column, label in ((-0.2, 0, 'forget'), (0.2, 1, 'retain')):
       value = [max(report.predicted[n][column], 1e-4) for n in names]
-      ax.barh(place + shift, value, 0.4, label=label)
+      ax.plot(value, place + shift, 'os'[column], ms=5, label=label)
     ax.axvline(1, color='0.4', lw=1, ls=':')
     ax.set_yticks(place, names, fontsize=7)
     ax.invert_yaxis()
+    ax.grid(axis='y', color='0.93')
     ax.set(xscale='log', xlabel='predicted gap / doing nothing')
     ax.set_title(f'recommended: {report.recommendation}', fontsize=9)
     fig.legend(
@@ -65,22 +66,28 @@ def audit_picture(path: Path, report: LeverageReport, title: str) -> None:
     fig.suptitle(title, fontsize=10)
 
 
-def gap_bars(
+def gap_points(
   path: Path,
   gaps: Mapping[str, Mapping[str, tuple[float, float, float]]],
   unit: str,
   title: str,
 ) -> None:
-  """Grouped bars with intervals: {group: {method: (value, low, high)}}."""
-  with figure(path, 1, len(gaps), 3.9) as (fig, axes):
+  """Points with intervals: {group: {method: (value, low, high)}}.
+
+  All groups hold the same methods, and 1 (doing nothing) is marked.
+  """
+  with figure(path, 1, len(gaps), 3.2) as (fig, axes):
     for ax, (group, rows) in zip(axes[0], gaps.items(), strict=True):
       place = np.arange(len(rows))
       value, low, high = np.array(list(rows.values())).T
       error = [np.maximum(value - low, 0), np.maximum(high - value, 0)]
-      ax.barh(place, value, xerr=error, color='C0', ecolor='0.3')
-      ax.set_yticks(place, list(rows), fontsize=7)
+      ax.errorbar(value, place, xerr=error, fmt='o', ms=4, ecolor='0.5')
+      ax.axvline(1, color='0.4', lw=1, ls=':')
+      ax.set_yticks(place, list(rows) if ax is axes[0, 0] else [], fontsize=7)
       ax.invert_yaxis()
-      ax.set(xscale='log', xlabel=unit, title=group)
+      ax.grid(axis='y', color='0.93')
+      ax.set(xscale='log', xlabel=unit)
+      ax.set_title(group, fontsize=9)
       _quiet(ax)
     fig.suptitle(title, fontsize=10)
 

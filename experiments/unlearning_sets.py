@@ -15,7 +15,6 @@ from jax.flatten_util import ravel_pytree
 
 from tmlib import train
 from tmlib import unlearning as ul
-from tmlib.unlearning.data import FORGET, RETAIN
 
 __all__ = [
   'BANDS',
@@ -110,8 +109,9 @@ class Network(NamedTuple):
 def make_network(
   name: str, shape: tuple[int, int], hidden: int, ridge: float, alpha: float
 ) -> Network:
-  """'softmax' (linear logits), 'mlp' (tanh), or 'lazy'.
+  """'softmax' (linear logits), 'mlp' (tanh), 'cnn' (square images), or 'lazy'.
 
+  The CNN has one layer of `hidden` 3 x 3 filters with stride 2.
   Lazy: alpha (f(th) - f(th_0)), with the ridge around th_0 scaled by alpha^2,
   so that the problem in function space stays the same while the network moves
   less and less.
@@ -122,6 +122,9 @@ def make_network(
   }
   if name == 'softmax':
     return Network(lambda p, x: x @ p['w'], linear_init, None, ridge, 1.0)
+
+  if name == 'cnn':
+    return _cnn(features, classes, hidden, ridge)
 
   def init(key):
     one, two = jax.random.split(key)
@@ -134,10 +137,41 @@ def make_network(
   if name == 'mlp':
     return Network(mlp, init, None, ridge, 1.0)
   if name != 'lazy':
-    raise ValueError(f"network {name!r}; allowed: 'softmax', 'mlp', 'lazy'")
+    raise ValueError(
+      f"network {name!r}; allowed: 'softmax', 'mlp', 'cnn', 'lazy'"
+    )
   centre = jax.tree.map(np.asarray, init(jax.random.key(7)))
   lazy = lambda p, x: alpha * (mlp(p, x) - mlp(centre, x))
   return Network(lazy, lambda key: centre, centre, ridge * alpha**2, alpha)
+
+
+def _cnn(features, classes, hidden, ridge) -> Network:
+  side = int((features - 1) ** 0.5)
+  if side * side != features - 1:
+    raise ValueError(
+      f"network 'cnn' needs square images, got {features - 1} features: use "
+      'data.sets=("digits",) and data.features=64.'
+    )
+  half = -(-side // 2)
+
+  def init(key):
+    one, two = jax.random.split(key)
+    draw = jax.random.normal
+    return {
+      'k': draw(one, (3, 3, 1, hidden)) / 3,
+      'c': jnp.zeros(hidden),
+      'v': draw(two, (half * half * hidden, classes)) / (half * hidden**0.5),
+    }
+
+  def apply(p, x):
+    image = x[:, :-1].reshape(-1, side, side, 1)
+    maps = jax.lax.conv_general_dilated(
+      image, p['k'], (2, 2), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC')
+    )
+    maps = jnp.tanh(maps + p['c'][None, None, None])
+    return maps.reshape(len(x), -1) @ p['v']
+
+  return Network(apply, init, None, ridge, 1.0)
 
 
 def fit_method(network: Network, start: Any, steps: int, n: int, lr: float):
@@ -186,9 +220,9 @@ class Requests(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=('apply',))
 def _design(apply, params, x, y):
-  from tmlib.unlearning import ggn, losses
+  from tmlib.unlearning import ggn, inputs, losses
 
-  data = ggn.as_data({'x': x, 'y': y}, outputs=ggn.outputs_of(apply, params, x))
+  data = inputs.as_data({'x': x, 'y': y}, inputs.outputs_of(apply, params, x))
   return ggn.design(apply, losses.SOFTMAX, params, data)
 
 
@@ -256,11 +290,8 @@ def make_requests(
     if all(len(c) == per_band for c in chosen):
       break
   found = [c for band in chosen for c in band]
-  roles = np.full((len(found), n), RETAIN)
-  for row, (_, index, _) in zip(roles, found, strict=True):
-    row[index] = FORGET
   return Requests(
-    roles,
+    ul.assign_roles(n, [index for _, index, _ in found]),
     np.array([kind for kind, _, _ in found]),
     np.array([lmax for _, _, lmax in found]),
   )

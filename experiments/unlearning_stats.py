@@ -94,8 +94,16 @@ def top1_regret(
   realised: Mapping[str, np.ndarray],
   group: np.ndarray,
   methods: Sequence[str],
+  network: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
   """log2 of (gap of the chosen method / gap of the best one), per request.
+
+  Args:
+    predicted: {method: [R]} gaps.
+    realised: {method: [R]} gaps.
+    group: [R], data set of each request.
+    methods: to choose from.
+    network: [R], or None for one; a constant choice is made for each.
 
   Returns:
     'audit': the method with the smallest predicted gap; 'constant': the
@@ -106,13 +114,17 @@ def top1_regret(
   q = np.log2(np.maximum(np.stack([realised[m] for m in methods], 1), 1e-12))
   regret = q - q.min(1, keepdims=True)
   row = np.arange(len(p))
-  constant = np.empty(len(p))
-  for g in np.unique(group):
-    out = group == g
-    rest = ~out if (~out).any() else out
-    constant[out] = regret[out, regret[rest].mean(0).argmin()]
+  network = np.zeros(len(p)) if network is None else network
+  constant, oracle = np.empty(len(p)), np.empty(len(p))
+  for one in np.unique(network):
+    own = network == one
+    oracle[own] = regret[own, regret[own].mean(0).argmin()]
+    for g in np.unique(group[own]):
+      out, rest = own & (group == g), own & (group != g)
+      rest = rest if rest.any() else out
+      constant[out] = regret[out, regret[rest].mean(0).argmin()]
   return {
     'audit': regret[row, p.argmin(1)],
     'constant': constant,
-    'oracle constant': regret[:, regret.mean(0).argmin()],
+    'oracle constant': oracle,
   }

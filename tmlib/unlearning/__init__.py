@@ -1,9 +1,14 @@
 """Unlearning judged by its output-space gap to retraining."""
 
-from tmlib.unlearning.data import request_data
+from tmlib.unlearning.data import (
+  assign_roles,
+  request_data,
+  split_indices,
+)
 from tmlib.unlearning.diagnostics import (
   LeverageReport,
   audit,
+  check_weight,
   recommend,
   standard_specs,
 )
@@ -87,10 +92,12 @@ __all__ = [
   'Solver',
   'UnlearnSpec',
   'Weights',
+  'assign_roles',
   'audit',
   'audit_network',
   'centre',
   'check_problem',
+  'check_weight',
   'closed_form_gap',
   'convex',
   'corrected_relabel',
@@ -132,6 +139,7 @@ __all__ = [
   'scrub',
   'simulate',
   'simulate_npo',
+  'split_indices',
   'standard_specs',
   'stationarity',
   'stopping_time',

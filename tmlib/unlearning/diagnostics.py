@@ -5,7 +5,8 @@ displacement D_0 = th - th_R (from which doing nothing leaves gap_F = X_F D_0,
 gap_R = X_R D_0) and K_QF = X_Q X_F':
 
   dof        sum h / (1 + h) over the eigenvalues h of H_FF
-  rho_c      1 / lmax: critical forget weight of GradDiff (alpha_c for means)
+  rho_c      1 / lmax: critical forget weight of GradDiff (alpha_c for means);
+             inf where the forget set has no leverage
   influence  ||H_FF h_FF r|| / ||H_FF r||, what an influence step leaves on F
   alignment  cos_F = cos(gap_F, K_FF r): how far the best step of plain
              gradient ascent can fix F (it leaves sin); cos_R likewise on R
@@ -17,6 +18,7 @@ gap_R = X_R D_0) and K_QF = X_Q X_F':
 Axes: R retain, F forget rows, d features, c outputs.
 """
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -33,6 +35,9 @@ from tmlib.unlearning.spec import UnlearnSpec
 __all__ = [
   'LeverageReport',
   'audit',
+  'check_weight',
+  'forget_weight',
+  'ratio',
   'recommend',
   'span_deficiency',
   'standard_specs',
@@ -52,9 +57,9 @@ class LeverageReport(NamedTuple):
     alpha_c: the same for mean losses.
     local: thresholds are local (cross-entropy): never a reason to refuse.
     influence_error: share of the forget gap that an influence step leaves.
-    cos_forget: alignment on F, NaN without signal.
+    cos_forget: alignment on F, 0 without signal.
     cos_retain: alignment on R.
-    null_share: see above; NaN when not computed.
+    null_share: see above; an upper bound if matrix-free.
     span_deficiency: see above.
     stationarity: ||g_tot|| / ||g_F||, zero at a minimum.
     idle: (||gap_F||, ||gap_R||) of doing nothing, in output units.
@@ -65,6 +70,8 @@ class LeverageReport(NamedTuple):
     recommendation: name of a method.
     reason: a sentence.
     flags: named warnings.
+    products: with the retain curvature that were spent; 0 if dense.
+    residual: the largest relative residual of a solve; 0 if dense.
   """
 
   eigenvalues: np.ndarray
@@ -89,19 +96,58 @@ class LeverageReport(NamedTuple):
   recommendation: str
   reason: str
   flags: tuple[str, ...]
+  products: int = 0
+  residual: float = 0.0
+
+
+def check_weight(
+  report: LeverageReport, weight: float, *, reduction: str
+) -> float:
+  """A weight of the forget loss in units of the critical one; warns from 1 on.
+
+  For squared loss rho_c ends the existence of a limit. For cross-entropy it is
+  `rho_c_local`: the minimum near the retrained model is lost, another one
+  remains further away. So a weight is never refused here.
+
+  Args:
+    report: of `audit` or `audit_network`.
+    weight: rho ('sum') or alpha ('mean'), >= 0.
+    reduction: 'sum' or 'mean', as the losses are.
+
+  Returns:
+    weight / critical weight.
+  """
+  if reduction not in ('sum', 'mean'):
+    raise ValueError(f"reduction={reduction!r}; allowed: 'sum', 'mean'.")
+  if not weight >= 0:
+    raise ValueError(f'weight={weight} must be >= 0; the sign is the method.')
+  critical = report.rho_c if reduction == 'sum' else report.alpha_c
+  relative = weight / critical
+  if relative >= 1:
+    what = (
+      'rho_c_local: the minimum near the retrained model is lost'
+      if report.local
+      else 'rho_c: the iterates diverge with more steps'
+    )
+    warnings.warn(
+      f'the weight {weight:.3g} of the forget loss is {relative:.2g} times the '
+      f'critical one ({critical:.3g}), {what}.',
+      stacklevel=2,
+    )
+  return relative
 
 
 def standard_specs(problem: RidgeProblem, steps: int = 10) -> list[UnlearnSpec]:
   """The methods an audit compares, all with the same number of steps.
 
   Step sizes are 1 / largest eigenvalue of the full curvature; gradient ascent
-  gets its best single step; GradDiff a tenth of its critical weight.
+  gets its best single step; GradDiff a tenth of its critical weight, 1 at most.
   """
   p = problem_lib.check_problem(problem)
   A = np.asarray(problem_lib.full_curvature(p), np.float64)
   lr = float(1 / np.linalg.eigvalsh(A)[-1])
   lmax = float(leverages.leverage(p, 'downdate').eigenvalues[0])
-  rho = 0.1 / max(lmax, 1e-30)
+  rho = forget_weight(lmax)
   ascent = spec_lib.gradient_ascent(1.0)
   best = max(dynamics.optimal_scalar_step(p, ascent), 0.0)
   cg = spec_lib.retain_finetune(steps=steps, solver='cg')
@@ -118,21 +164,36 @@ def standard_specs(problem: RidgeProblem, steps: int = 10) -> list[UnlearnSpec]:
   ]
 
 
-def _ratio(a: float, b: float) -> float:
-  return a / b if b > 0 else float('nan')
+def forget_weight(lmax: float) -> float:
+  """The weight of the forget loss that an audit compares: rho_c / 10, <= 1."""
+  return min(1.0, 0.1 / max(lmax, 1e-30))
+
+
+def ratio(a: float, b: float) -> float:
+  """Quotient for b >= 0; nothing of nothing is 0, something inf, never NaN."""
+  if b > 0:
+    return a / b
+  return 0.0 if a == 0 else math.inf
+
+
+def _norm(x) -> float:
+  return float(jnp.linalg.norm(x))
 
 
 def _cos(a, b) -> float:
-  size = float(jnp.linalg.norm(a) * jnp.linalg.norm(b))
-  return _ratio(float(jnp.sum(a * b)), size)
+  size = _norm(a) * _norm(b)
+  return ratio(float(jnp.sum(a * b)), size)
 
 
 def _null_share(p: RidgeProblem, lev, r) -> float:
   if not float(p.ridge) > 0:
     return 0.0  # A_R is regular without ridge: no unseen direction
   P = spec_lib.retain_null(1e-6 if p.X_R.dtype == jnp.float32 else 1e-10)(p)
+  if float(jnp.trace(P)) < 0.5:
+    return 0.0  # R sees every direction; what P holds is rounding
   unseen = jnp.sum((P @ (p.X_F.T @ r)) ** 2) / p.ridge
-  return _ratio(float(unseen), float(jnp.sum(r * (lev.forget_self @ r))))
+  share = ratio(float(unseen), float(jnp.sum(r * (lev.forget_self @ r))))
+  return min(share, 1.0)
 
 
 def span_deficiency(X_F: Any, D: Any) -> float:
@@ -140,7 +201,7 @@ def span_deficiency(X_F: Any, D: Any) -> float:
   basis, s, _ = jnp.linalg.svd(X_F.T, full_matrices=False)
   basis = basis * (s > 1e-6 * s[0])[None]
   outside = D - basis @ (basis.T @ D)
-  return _ratio(float(jnp.linalg.norm(outside)), float(jnp.linalg.norm(D)))
+  return ratio(_norm(outside), _norm(D))
 
 
 def audit(
@@ -177,21 +238,26 @@ def audit(
   gap_F, gap_R = p.X_F @ D, p.X_R @ D
   g_F = p.X_F.T @ r
   g_tot = problem_lib.retain_curvature(p) @ D - g_F
-  drift = _ratio(float(jnp.linalg.norm(g_tot)), float(jnp.linalg.norm(g_F)))
+  drift = ratio(_norm(g_tot), _norm(g_F))
   flags += _signal_flags(p, r, drift, tol)
 
   eigs = np.asarray(lev.eigenvalues, np.float64)
   hat = jnp.linalg.solve(
     jnp.eye(len(lev.forget_self)) + lev.forget_self, lev.forget_self
   )
-  idle = (float(jnp.linalg.norm(gap_F)), float(jnp.linalg.norm(gap_R)))
+  # Below the rounding of the outputs there is no gap.
+  eps = 100 * float(jnp.finfo(D.dtype).eps)
+  floors = [eps * _norm(X @ theta) for X in (p.X_F, p.X_R)]
+  above = lambda gap, floor: _norm(gap) if _norm(gap) > floor else 0.0
+  sizes = lambda F, R: (above(F, floors[0]), above(R, floors[1]))
+  idle = sizes(gap_F, gap_R)
+  if not any(idle):
+    flags.append('nothing_to_undo')
   predicted = {}
   for one in standard_specs(p) if specs is None else specs:
     gap = dynamics.closed_form_gap(p, one)
-    predicted[one.name] = (
-      _ratio(float(jnp.linalg.norm(gap.forget)), idle[0]),
-      _ratio(float(jnp.linalg.norm(gap.retain)), idle[1]),
-    )
+    left = sizes(gap.forget, gap.retain)
+    predicted[one.name] = (ratio(left[0], idle[0]), ratio(left[1], idle[1]))
   scores = np.linalg.norm(np.asarray(gap_R), axis=1)
   harmed = np.argsort(-scores)[:top]
   sizes = len(p.X_R), len(p.X_F)
@@ -211,9 +277,9 @@ def audit(
     rho_c=float(dynamics.critical_weight(eigs[0], 'sum', *sizes)),
     alpha_c=float(dynamics.critical_weight(eigs[0], 'mean', *sizes)),
     local=local,
-    influence_error=_ratio(
-      float(jnp.linalg.norm(lev.forget_self @ hat @ r)),
-      float(jnp.linalg.norm(lev.forget_self @ r)),
+    influence_error=ratio(
+      _norm(lev.forget_self @ hat @ r),
+      _norm(lev.forget_self @ r),
     ),
     cos_forget=cos_F,
     cos_retain=_cos(gap_R, p.X_R @ g_F),
@@ -233,8 +299,8 @@ def audit(
 
 def _signal_flags(p, r, drift, tol) -> list[str]:
   flags = []
-  scale = float(jnp.linalg.norm(p.Y_F - p.X_F @ p.prior))
-  if float(jnp.linalg.norm(r)) <= 1e-6 * scale:
+  scale = _norm(p.Y_F - p.X_F @ p.prior)
+  if _norm(r) <= 1e-6 * scale and _norm(p.X_F) > 0:
     flags.append('no_gradient_signal')
     warnings.warn(
       'the model interpolates the forget set (r_F = 0): every forget gradient '
@@ -276,9 +342,11 @@ def recommend(
   Returns:
     Name and a sentence.
   """
-  weight = np.square(np.nan_to_num(np.asarray(idle)))
+  weight = np.square(np.asarray(idle))
+  # A side without a gap is left out: there, relative gaps say nothing.
+  used = weight > 0
   total = {
-    name: float(np.sqrt(np.sum(np.where(np.isnan(gap), 0, gap) ** 2 * weight)))
+    name: float(np.sqrt(np.sum(np.square(gap)[used] * weight[used])))
     for name, gap in predicted.items()
   }
   size = float(np.sqrt(weight.sum()))
@@ -303,6 +371,8 @@ def recommend(
     why = f'leverage is large (lmax {lmax:.2g}): only methods that use the '
     why += 'retained curvature come close, else retrain'
   left = finite[name] / size
+  if left > 0.5:
+    why += '; no method here comes close, so retrain'
   return name, (
     f'{name}: predicted to leave {left:.1%} of the gap of doing nothing; {why}.'
   )

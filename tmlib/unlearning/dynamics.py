@@ -77,31 +77,54 @@ def _resolve(p: RidgeProblem, spec: UnlearnSpec) -> _Terms:
 
   eye = jnp.eye(d, dtype=dtype)
   G = get('geometry', eye)
+  P = None if spec.projection is None else get('projection')
+  for name, value in (('geometry', G), ('projection', P)):
+    if value is not None and value.shape != (d, d):
+      raise ValueError(
+        f'{spec.name}: {name} has shape {value.shape}, expected {(d, d)}.'
+      )
   terms = _Terms(
     W_F=get('weight_F'),
     W_R=get('weight_R'),
     Z_F=get('target_F', p.Y_F),
     Z_R=get('target_R', p.Y_R),
-    C=G if spec.projection is None else get('projection') @ G,
+    C=G if P is None else P @ G,
     G=G,
     mu=get('mu'),
     anchor=get('anchor', p.prior),
     lr=get('lr', 1.0),
   )
-  for name, value, want in (
-    ('geometry', G, (d, d)),
-    ('target_F', terms.Z_F, p.Y_F.shape),
-    ('target_R', terms.Z_R, p.Y_R.shape),
-  ):
-    if value.shape != want:
-      raise ValueError(
-        f'{spec.name}: {name} has shape {value.shape}, expected {want}.'
-      )
+  _check_terms(spec, terms, p, d)
   if spec.solver not in ('gradient', 'cg'):
     raise ValueError(f"solver={spec.solver!r}; allowed: 'gradient', 'cg'.")
-  if spec.steps is not None and spec.steps < 0:
-    raise ValueError(f'steps={spec.steps} must be >= 0, or None for the limit.')
+  if spec.steps is not None:
+    if not isinstance(spec.steps, (int, np.integer)) or spec.steps < 0:
+      raise ValueError(
+        f'{spec.name}: steps={spec.steps!r} must be an integer >= 0, or None '
+        'for the limit.'
+      )
   return terms
+
+
+def _check_terms(spec, t, p, d) -> None:
+  n_F, n_R = len(p.X_F), len(p.X_R)
+  for name, value, allowed in (
+    ('geometry or projection', t.C, ((d, d),)),
+    ('target_F', t.Z_F, (p.Y_F.shape,)),
+    ('target_R', t.Z_R, (p.Y_R.shape,)),
+    ('anchor', t.anchor, (p.prior.shape,)),
+    ('weight_F', t.W_F, ((), (n_F,), (n_F, n_F))),
+    ('weight_R', t.W_R, ((), (n_R,), (n_R, n_R))),
+    ('mu', t.mu, ((),)),
+    ('lr', t.lr, ((),)),
+  ):
+    if value.shape not in allowed:
+      raise ValueError(
+        f'{spec.name}: {name} has shape {value.shape}, expected '
+        f'{" or ".join(map(str, allowed))}.'
+      )
+    if problem_lib.concrete(value) and not np.isfinite(np.asarray(value)).all():
+      raise ValueError(f'{spec.name}: {name} holds NaN or inf.')
 
 
 def _weighted(W, Z):
@@ -134,8 +157,9 @@ def closed_form_gap(problem: RidgeProblem, spec: UnlearnSpec) -> Gap:
     Gap.
 
   Raises:
-    ValueError: bad data, a singular A_R, or `steps=None` where no limit
-      exists (weights beyond the critical value, or a step size too large).
+    ValueError: bad data or fields, a singular A_R, `steps=None` where no limit
+      exists (weights beyond the critical value, or a step size too large), or
+      iterates that overflow.
   """
   p = problem_lib.check_problem(problem)
   t = _resolve(p, spec)
@@ -149,6 +173,11 @@ def closed_form_gap(problem: RidgeProblem, spec: UnlearnSpec) -> Gap:
   else:
     _warn_unstable(spec, t, M)
     D = _power(t.lr * t.C, M, b, D, spec.steps)
+  if problem_lib.concrete(D) and not np.isfinite(np.asarray(D)).all():
+    raise ValueError(
+      f'{spec.name}: the iterates overflow within {spec.steps} steps; lower '
+      'the step size, the weight of the forget loss or the number of steps.'
+    )
   return Gap(p.X_F @ D, p.X_R @ D, D)
 
 
@@ -320,14 +349,17 @@ def critical_weight(
   near th_R disappears, another one exists further away.
 
   Args:
-    lmax: largest eigenvalue of H_FF.
+    lmax: largest eigenvalue of H_FF; the weight is inf where it is zero.
     reduction: 'sum' | 'mean'.
     n_R: retain points.
     n_F: forget points.
   """
   if reduction not in ('sum', 'mean'):
     raise ValueError(f"reduction={reduction!r}; allowed: 'sum', 'mean'.")
-  rho = 1 / jnp.maximum(lmax, jnp.finfo(jnp.result_type(float)).tiny)
+  if not (n_R > 0 and n_F > 0):
+    raise ValueError(f'n_R={n_R} and n_F={n_F} must be > 0.')
+  lmax = jnp.asarray(lmax, jnp.result_type(float))
+  rho = jnp.where(lmax > 0, 1 / jnp.where(lmax > 0, lmax, 1), jnp.inf)
   return rho if reduction == 'sum' else rho * n_F / n_R
 
 

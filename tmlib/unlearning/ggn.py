@@ -26,21 +26,23 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from tmlib.ops import linear
+from tmlib.unlearning import problem as problem_lib
+from tmlib.unlearning.inputs import Apply, as_data, check_request, outputs_of
 from tmlib.unlearning.losses import Loss, get_loss
 from tmlib.unlearning.problem import RidgeProblem
 
 __all__ = [
   'Solver',
-  'check_deterministic',
+  'check_solver',
+  'flat_products',
   'ggn_matvec',
   'gradient',
   'linearize',
+  'map_examples',
   'predict_gap',
   'retain_displacement',
   'stationarity',
 ]
-
-Apply = Callable[[Any, jax.Array], jax.Array]
 
 
 class Solver(NamedTuple):
@@ -62,56 +64,47 @@ class Solver(NamedTuple):
   rank: int = 0
 
 
-def as_data(data: dict[str, Any], outputs: int) -> dict[str, jax.Array]:
-  """Targets as [n, C], weights filled in; NaN and empty sets refused."""
-  x, y = jnp.asarray(data['x']), jnp.asarray(data['y'])
-  if x.shape[0] == 0:
-    raise ValueError('data is empty: the set needs at least one example.')
-  if y.shape[0] != x.shape[0]:
-    raise ValueError(f'x has {x.shape[0]} examples but y has {y.shape[0]}.')
-  if jnp.issubdtype(y.dtype, jnp.integer):
-    y = jax.nn.one_hot(y, outputs)
-  if y.shape[1:] != (outputs,):
-    raise ValueError(f'y has shape {y.shape}, the model has C={outputs}.')
-  if not isinstance(x, jax.core.Tracer):
-    floating = jnp.issubdtype(x.dtype, jnp.floating)
-    if floating and not np.isfinite(np.asarray(x)).all():
-      raise ValueError('x holds NaN or inf; drop or impute those examples.')
-  weight = data.get('weight')
-  weight = jnp.ones(len(x)) if weight is None else jnp.asarray(weight)
-  return {'x': x, 'y': y, 'weight': weight.astype(y.dtype)}
-
-
-def outputs_of(apply_fn: Apply, params: Any, x: jax.Array) -> int:
-  """C, from the shape that the model gives one example."""
-  shape = jax.eval_shape(apply_fn, params, x[:1]).shape
-  if len(shape) != 2:
-    raise ValueError(f'apply_fn must return [B, C], got shape {shape}.')
-  return shape[1]
-
-
-def check_deterministic(apply_fn: Apply, params: Any, x: jax.Array) -> None:
-  """Refuses models whose output depends on chance or on batch mates.
-
-  Dropout and batch statistics have no Jacobian per example; pass an `apply_fn`
-  with train=False.
+def check_solver(solver: Solver, ridge: float) -> None:
+  """Refuses settings out of range, and a ridge that the kind cannot do with.
 
   Raises:
-    ValueError: two calls, or a batch and its halves, disagree.
+    ValueError: naming the field.
   """
-  x = x[: min(len(x), 8)]
-  whole, again = apply_fn(params, x), apply_fn(params, x)
-  single = jnp.concatenate(
-    [apply_fn(params, x[i : i + 1]) for i in range(len(x))]
-  )
-  scale = 1e-3 * (1 + float(jnp.abs(whole).max()))
-  if not float(jnp.abs(whole - again).max()) <= scale:
-    raise ValueError('apply_fn is random (dropout?): pass train=False to it.')
-  if not float(jnp.abs(whole - single).max()) <= scale:
+  if solver.kind not in ('cg', 'primal', 'dual'):
     raise ValueError(
-      'apply_fn depends on the batch an example is in (batch norm?): pass '
-      'train=False or use running statistics.'
+      f"solver.kind={solver.kind!r}; allowed: 'cg', 'primal', 'dual'."
     )
+  low = {'max_steps': 1, 'batch_size': 1, 'rank': 0}
+  for name, least in low.items():
+    value = getattr(solver, name)
+    if value is not None and not value >= least:
+      raise ValueError(f'solver.{name}={value} must be >= {least}.')
+  if not solver.tol >= 0:
+    raise ValueError(f'solver.tol={solver.tol} must be >= 0.')
+  if not 0 <= ridge < np.inf:
+    raise ValueError(f'ridge={ridge} must be >= 0 and finite.')
+  for name, on in (('kind', solver.kind == 'dual'), ('rank', solver.rank > 0)):
+    if on and not ridge > 0:
+      raise ValueError(
+        f'solver.{name}={getattr(solver, name)!r} needs ridge > 0, got {ridge}.'
+      )
+
+
+def map_examples(
+  fun: Callable[..., jax.Array], data: dict[str, Any], batch_size: int | None
+) -> jax.Array:
+  """fun(batch) [B, ...] over minibatches of the data, joined to [n, ...]."""
+  n = len(data['x'])
+  size = n if batch_size is None else min(batch_size, n)
+  starts = jnp.minimum(jnp.arange(-(-n // size)) * size, n - size)
+  cut = lambda i: jax.tree.map(
+    lambda x: jax.lax.dynamic_slice_in_dim(x, i, size), data
+  )
+  parts = jax.lax.map(lambda i: fun(cut(i)), starts)
+  # The last slice was moved back to fit: its first rows are repeated.
+  fresh = n - (len(starts) - 1) * size
+  tail = parts[-1, size - fresh :]
+  return jnp.concatenate([parts[:-1].reshape(-1, *parts.shape[2:]), tail])
 
 
 def _scan_sum(fun, zeros, data, batch_size):
@@ -234,32 +227,44 @@ def stationarity(
   return size(total) / max(size(g_F), 1e-300)
 
 
-@functools.partial(jax.jit, static_argnames=('apply_fn', 'loss', 'solver'))
-def _cg_displacement(apply_fn, loss, params, retain, ridge, prior, solver, key):
-  flat, unravel = ravel_pytree(params)
-  b = ravel_pytree(
-    objective_gradient(
-      apply_fn, loss, params, retain, ridge, prior, batch_size=solver.batch_size
-    )
-  )[0]
+def flat_products(
+  apply_fn: Apply,
+  loss: Loss,
+  params: Any,
+  data: Any,
+  ridge: Any,
+  solver: Solver,
+) -> tuple[Callable, Callable, Callable | None]:
+  """Products with the curvature of a set, on flat vectors [P].
 
-  def matvec(v, ridge=ridge):
-    return ravel_pytree(
-      ggn_matvec(
-        apply_fn,
-        loss,
-        params,
-        retain,
-        unravel(v),
-        ridge=ridge,
-        batch_size=solver.batch_size,
-      )
-    )[0]
+  Returns:
+    v -> G v without the ridge, v -> (G + ridge I) v, and the preconditioner of
+    the second that the solver asks for (None for none).
+  """
+  flat, unravel = ravel_pytree(params)
+
+  def bend(v):
+    return ravel_pytree(ggn_matvec(
+      apply_fn, loss, params, data, unravel(v), batch_size=solver.batch_size
+    ))[0]  # fmt: skip
 
   precondition = None
   if solver.rank:
-    sketch = functools.partial(_nystrom, matvec, key, len(flat), solver.rank)
-    precondition = sketch(ridge)
+    precondition = linear.nystrom_preconditioner(
+      bend, jax.random.key(0), len(flat), solver.rank, ridge
+    )
+  return bend, lambda v: bend(v) + ridge * v, precondition
+
+
+@functools.partial(jax.jit, static_argnames=('apply_fn', 'loss', 'solver'))
+def _cg_displacement(apply_fn, loss, params, retain, ridge, prior, solver):
+  grad = objective_gradient(
+    apply_fn, loss, params, retain, ridge, prior, batch_size=solver.batch_size
+  )
+  b, unravel = ravel_pytree(grad)
+  _, matvec, precondition = flat_products(
+    apply_fn, loss, params, retain, ridge, solver
+  )
   out = linear.cg(
     matvec,
     b,
@@ -268,12 +273,6 @@ def _cg_displacement(apply_fn, loss, params, retain, ridge, prior, solver, key):
     tol=solver.tol,
   )
   return out._replace(x=unravel(out.x))
-
-
-def _nystrom(matvec, key, dim, rank, ridge):
-  return linear.nystrom_preconditioner(
-    lambda v: matvec(v, 0.0), key, dim, rank, ridge
-  )
 
 
 def retain_displacement(
@@ -291,37 +290,32 @@ def retain_displacement(
   `params - retain_displacement(...)` is the Newton-CG unlearning step.
 
   Raises:
-    ValueError: ridge <= 0 with more parameters than data can fix, an unknown
-      solver, or a curvature that is not positive.
+    ValueError: bad data or solver, a curvature that is singular (ridge 0 with
+      more parameters than rows fix) or not positive.
   """
   loss, solver = get_loss(loss), solver or Solver()
+  check_solver(solver, ridge)
   outputs = outputs_of(apply_fn, params, retain['x'])
-  retain = as_data(retain, outputs)
-  if solver.kind == 'cg':
-    if solver.rank and not ridge > 0:
-      raise ValueError('solver.rank > 0 needs ridge > 0.')
-    out = _cg_displacement(
-      apply_fn, loss, params, retain, ridge, prior, solver, jax.random.key(0)
+  retain = as_data(retain, outputs, 'retain')
+  rows, columns = len(retain['x']) * outputs, len(ravel_pytree(params)[0])
+  if not ridge > 0 and rows < columns:
+    raise ValueError(
+      f'ridge=0 with {columns} parameters and only {rows} retain rows: A_R is '
+      'singular and the retrained model not unique. Pass ridge > 0.'
     )
+  if solver.kind == 'cg':
+    out = _cg_displacement(apply_fn, loss, params, retain, ridge, prior, solver)
     _check_cg(out, solver)
     return out.x
-  if solver.kind not in ('primal', 'dual'):
-    raise ValueError(
-      f"solver.kind={solver.kind!r}; allowed: 'cg', 'primal', 'dual'."
-    )
-  if solver.kind == 'dual' and not ridge > 0:
-    raise ValueError(f"solver.kind='dual' needs ridge > 0, got {ridge}.")
-  p = linearize(apply_fn, loss, params, retain, retain, ridge, prior=prior)
-  eye = jnp.eye(p.X_R.shape[0 if solver.kind == 'dual' else 1])
+  p = _local_problem(apply_fn, loss, params, retain, retain, ridge, prior)
   if solver.kind == 'primal':
-    g = -p.X_R.T @ p.Y_R - ridge * p.prior
-    flat = jax.scipy.linalg.solve(
-      p.X_R.T @ p.X_R + ridge * eye, g, assume_a='pos'
-    )
+    flat = -problem_lib.fit_retain(p)
   else:
     # (X'X + ridge)^{-1} (-X'r - ridge a) = -a - X'(K + ridge)^{-1} (r - X a).
     inner = jax.scipy.linalg.solve(
-      p.X_R @ p.X_R.T + ridge * eye, p.Y_R - p.X_R @ p.prior, assume_a='pos'
+      p.X_R @ p.X_R.T + ridge * jnp.eye(len(p.X_R)),
+      p.Y_R - p.X_R @ p.prior,
+      assume_a='pos',
     )
     flat = -p.prior - p.X_R.T @ inner
   return ravel_pytree(params)[1](flat[:, 0])
@@ -350,7 +344,7 @@ def predict_gap(
   params: Any,
   retain: dict[str, Any],
   forget: dict[str, Any],
-  query: jax.Array,
+  query: Any,
   ridge: float,
   *,
   prior: Any = None,
@@ -378,9 +372,10 @@ def predict_gap(
     ValueError: bad data, dropout or batch norm at work, no convergence.
   """
   loss = get_loss(loss)
-  outputs = outputs_of(apply_fn, params, retain['x'])
-  as_data(forget, outputs)
-  check_deterministic(apply_fn, params, jnp.asarray(forget['x']))
+  retain, _, _ = check_request(apply_fn, loss, params, retain, forget)
+  query = jnp.asarray(query)
+  if not np.isfinite(np.asarray(query, np.float32)).all():
+    raise ValueError('query holds NaN or inf; drop or impute those rows.')
   move = retain_displacement(
     apply_fn, loss, params, retain, ridge, prior=prior, solver=solver
   )
@@ -443,12 +438,12 @@ def linearize(
     RidgeProblem with X_R [n_R C, P], X_F [n_F C, P] and one output.
 
   Raises:
-    ValueError: too large; use `predict_gap` or `audit_network` instead.
+    ValueError: too large, use `predict_gap` or `audit_network` instead; bad
+      data, dropout or batch norm at work.
   """
   loss = get_loss(loss)
-  outputs = outputs_of(apply_fn, params, retain['x'])
-  retain, forget = as_data(retain, outputs), as_data(forget, outputs)
-  flat, _ = ravel_pytree(params)
+  retain, forget, _ = check_request(apply_fn, loss, params, retain, forget)
+  outputs, flat = retain['y'].shape[1], ravel_pytree(params)[0]
   size = len(retain['x']) * outputs * len(flat) * flat.dtype.itemsize
   if size > max_bytes:
     raise ValueError(
@@ -456,8 +451,13 @@ def linearize(
       f'{max_bytes / 1e9:.1f}); use the matrix-free predict_gap and '
       'audit_network, or raise max_bytes.'
     )
+  return _local_problem(apply_fn, loss, params, retain, forget, ridge, prior)
+
+
+def _local_problem(apply_fn, loss, params, retain, forget, ridge, prior):
   X_R, r_R = design(apply_fn, loss, params, retain)
   X_F, r_F = design(apply_fn, loss, params, forget)
+  flat = ravel_pytree(params)[0]
   centre = jnp.zeros_like(flat) if prior is None else ravel_pytree(prior)[0]
   return RidgeProblem(
     X_R=X_R,

@@ -157,12 +157,20 @@ def cross_leverage(problem: RidgeProblem, X_Q: Any) -> jax.Array:
   """H_QF = X_Q A_R^{-1} X_F', [Q, F]: what doing nothing leaves at any query.
 
   The gap X_Q (th_* - th_R) is H_QF r_F.
+
+  Raises:
+    ValueError: bad data or a singular A_R.
   """
   p = problem_lib.check_problem(problem)
-  solved = jax.scipy.linalg.solve(
-    problem_lib.retain_curvature(p), p.X_F.T, assume_a='pos'
-  )
-  return jnp.asarray(X_Q) @ solved
+  X_Q = jnp.asarray(problem_lib.check_array('X_Q', X_Q))
+  if X_Q.shape[1] != p.X_F.shape[1]:
+    raise ValueError(
+      f'X_Q has {X_Q.shape[1]} features but X_F has {p.X_F.shape[1]}.'
+    )
+  curvature = problem_lib.retain_curvature(p)
+  if problem_lib.concrete(curvature):
+    problem_lib.condition(curvature)
+  return X_Q @ jax.scipy.linalg.solve(curvature, p.X_F.T, assume_a='pos')
 
 
 def loo_residual(lev: Leverage, r_F: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-__all__ = ['Loss', 'SOFTMAX', 'SQUARE', 'convex', 'get_loss']
+__all__ = ['BUILT_IN', 'Loss', 'SOFTMAX', 'SQUARE', 'convex', 'get_loss']
 
 
 class Loss(NamedTuple):
@@ -79,13 +79,16 @@ SQUARE = Loss(
 )
 
 
+BUILT_IN = (SOFTMAX, SQUARE)
+
+
 def convex(name: str, value: Callable[..., jax.Array]) -> Loss:
   """A `Loss` from its value alone, by differentiation in the C outputs.
 
   Args:
     name: for messages.
     value: (f [C], y [C]) -> [], convex in f; its Hessian must not have
-      negative eigenvalues (`audit_network` checks it at the data).
+      negative eigenvalues (checked at the data before every solve).
 
   Returns:
     Loss, with the symmetric root of a C x C Hessian per example.

@@ -6,6 +6,13 @@ quadratic forms: ||X_R D||^2 = D' G_R D with G_R the curvature without ridge.
 Spectra come from Lanczos on u -> X_F A_R^{-1} X_F' u, one linear solve per
 step; traces from Lanczos quadrature over a few random starts.
 
+The null share needs mu_0 = ||P g||^2, the mass of g = X_F' r on null(X_R). For
+every function p with p(0) = 1 it is at most ||p(G_R) g||^2, with equality as p
+dies out elsewhere. p(s) = ridge / (s + ridge) gives ridge^2 ||A_R^{-1} g||^2;
+Lanczos from g gives the Gauss weight at its smallest node (the inequality of
+Chebyshev, Markov and Stieltjes), exact once the Krylov space closes. The report
+takes the smaller bound.
+
 Axes: P parameters, F = n_F C forget rows, R retain examples, C outputs.
 """
 
@@ -22,15 +29,18 @@ from tmlib.ops import linear, spectrum
 from tmlib.unlearning import dynamics, ggn
 from tmlib.unlearning.diagnostics import (
   LeverageReport,
+  forget_weight,
+  ratio,
   recommend,
   span_deficiency,
 )
-from tmlib.unlearning.ggn import Apply, Solver
+from tmlib.unlearning.ggn import Solver
+from tmlib.unlearning.inputs import Apply, check_request
 from tmlib.unlearning.losses import Loss, get_loss
 
 __all__ = ['audit_network']
 
-
+# Cheapest first.
 _METHODS = (
   'gradient_ascent',
   'graddiff',
@@ -55,33 +65,44 @@ class _Local(NamedTuple):
   grad: jax.Array  # [P], grad L_R
 
 
-def _products(apply_fn, loss, solver, local):
-  """(v -> G_R v, v -> A_R v, (v, extra) -> (A_R + extra X_F'X_F)^{-1} v)."""
-  _, unravel = ravel_pytree(local.params)
+class _Tally(NamedTuple):
+  """Products with the retain curvature, and the worst solve among them."""
 
-  def bend(v):
-    return ravel_pytree(ggn.ggn_matvec(
-      apply_fn, loss, local.params, local.retain, unravel(v),
-      batch_size=solver.batch_size))[0]  # fmt: skip
+  products: jax.Array  # [] int32
+  residual: jax.Array  # [] relative
+  curvature: jax.Array  # [] smallest met
 
-  matvec = lambda v: bend(v) + local.ridge * v
-  precondition = None
-  if solver.rank:
-    precondition = linear.nystrom_preconditioner(
-      bend, jax.random.key(1), len(local.grad), solver.rank, local.ridge
+  def add(self, out: linear.CGResult) -> '_Tally':
+    return _Tally(
+      self.products + jnp.sum(out.steps),
+      jnp.maximum(self.residual, jnp.max(out.residual)),
+      jnp.minimum(self.curvature, jnp.min(out.curvature)),
     )
 
-  def solve(v, extra=0.0, steps=solver.max_steps, tol=solver.tol, plain=False):
+
+def _tally(dtype, products: int = 0) -> _Tally:
+  return _Tally(
+    jnp.int32(products), jnp.zeros((), dtype), jnp.full((), jnp.inf, dtype)
+  )
+
+
+def _products(apply_fn, loss, solver, local):
+  """Products v -> G_R v, and (v, extra) -> (A_R + extra X_F'X_F)^{-1} v."""
+  bend, matvec, precondition = ggn.flat_products(
+    apply_fn, loss, local.params, local.retain, local.ridge, solver
+  )
+
+  def solve(v, extra=0.0):
     full = lambda u: matvec(u) + extra * (local.X_F.T @ (local.X_F @ u))
     return linear.cg(
-      full,
+      full if extra else matvec,
       v,
-      preconditioner=None if plain else precondition,
-      max_steps=steps,
-      tol=tol,
+      preconditioner=precondition,
+      max_steps=solver.max_steps,
+      tol=solver.tol,
     )
 
-  return bend, matvec, solve
+  return bend, solve
 
 
 @functools.partial(
@@ -89,83 +110,140 @@ def _products(apply_fn, loss, solver, local):
   static_argnames=('apply_fn', 'loss', 'solver', 'probes', 'steps'),
 )
 def _spectrum(apply_fn, loss, solver, local, key, probes, steps):
-  _, _, solve = _products(apply_fn, loss, solver, local)
-  apply = lambda u: local.X_F @ solve(local.X_F.T @ u).x
+  """Ritz values and weights [probes, steps] of H_FF, and the tally."""
+  _, solve = _products(apply_fn, loss, solver, local)
+
+  def apply(u):
+    out = solve(local.X_F.T @ u)
+    return local.X_F @ out.x, out._replace(x=None)
+
   starts = jax.random.rademacher(key, (probes, len(local.r)), local.r.dtype)
-  ritz = jax.lax.map(lambda v: spectrum.lanczos(apply, v, steps), starts)
-  return ritz.values, ritz.weights
+  run = lambda v: spectrum.lanczos(apply, v, steps, has_aux=True)
+  ritz, solves = jax.lax.map(run, starts)
+  tally = _tally(local.r.dtype, solver.rank).add(solves)
+  return ritz.values, ritz.weights, tally
+
+
+class _Found(NamedTuple):
+  """What the methods leave; D are displacements th - th_R [P]."""
+
+  D_0: jax.Array
+  moves: dict[str, jax.Array]
+  on_R: dict[str, jax.Array]  # ||X_R D||; '' for D_0
+  H_r: jax.Array  # [F], H_FF r
+  null_share: jax.Array
+  cos_retain: jax.Array
+  top: jax.Array  # largest eigenvalue of A, approximately
+  size: tuple[jax.Array, jax.Array]  # ||g_tot||, ||g_F||
+  tally: _Tally
 
 
 @functools.partial(
-  jax.jit, static_argnames=('apply_fn', 'loss', 'solver', 'steps')
+  jax.jit, static_argnames=('apply_fn', 'loss', 'solver', 'steps', 'depth')
 )
-def _moves(apply_fn, loss, solver, local, rho, steps):
-  """{method: D}, the displacement that each method leaves; CG reports."""
-  bend, matvec, solve = _products(apply_fn, loss, solver, local)
-  X_F, r = local.X_F, local.r
+def _moves(apply_fn, loss, solver, local, rho, steps, depth) -> _Found:
+  bend, solve = _products(apply_fn, loss, solver, local)
+  X_F, r, ridge = local.X_F, local.r, local.ridge
   sees = lambda v: X_F.T @ (X_F @ v)
   g_F = X_F.T @ r
-  retained = solve(local.grad)
-  D_0 = retained.x
-  dim = len(D_0)
-  start = jax.random.normal(jax.random.key(2), (dim,), D_0.dtype)
+  retained, pushed = solve(local.grad), solve(g_F)
+  influence = solve(g_F, extra=1.0)
+  few = linear.cg(
+    lambda v: bend(v) + ridge * v, local.grad, max_steps=steps, tol=0.0
+  )
+  D_0, image = retained.x, bend(g_F)
+  start = jax.random.normal(jax.random.key(2), D_0.shape, D_0.dtype)
   top = spectrum.lanczos(
-    lambda v: matvec(v) + sees(v), start, min(12, dim)
+    lambda v: bend(v) + ridge * v + sees(v), start, min(12, len(D_0))
   ).values[0]
-  lr = 1 / top
-
-  def descend(gradient, lr=lr):
-    step = lambda _, D: D - lr * gradient(D)
-    return jax.lax.fori_loop(0, steps, step, D_0)
-
   # Best step of ascent for both gaps at once: least squares.
-  both = lambda v: bend(v) + sees(v)
-  image = both(g_F)
-  size = jnp.maximum(g_F @ image, jnp.finfo(g_F.dtype).tiny)
-  eta = jnp.maximum((D_0 @ image) / size, 0)
-  residual = lambda D: r + X_F @ (D_0 - D)
-  diff = lambda D: matvec(D) + rho * X_F.T @ residual(D)
-  scrub = lambda D: matvec(D) + bend(D - D_0) - jnp.minimum(rho, 1) * sees(
-    D - D_0)  # fmt: skip
+  both = image + sees(g_F)
+  eta = (D_0 @ both) / jnp.maximum(g_F @ both, jnp.finfo(g_F.dtype).tiny)
   moves = {
-    'gradient_ascent': D_0 - eta * g_F,
-    'graddiff': descend(diff),
-    'neggrad_plus': descend(diff, lr / (1 + rho)),
-    'retain_finetune': descend(matvec),
-    'retain_cg': D_0 - solve(local.grad, steps=steps, tol=0.0, plain=True).x,
-    'influence': D_0 - solve(g_F, extra=1.0).x,
-    'woodbury_influence': D_0 - solve(g_F).x,
-    'scrub': descend(scrub, lr / 2),
-    'corrected_relabel': descend(lambda D: matvec(D) + sees(D)),
+    'gradient_ascent': D_0 - jnp.maximum(eta, 0) * g_F,
+    'retain_cg': D_0 - few.x,
+    'influence': D_0 - influence.x,
+    'woodbury_influence': D_0 - pushed.x,
+  } | _descents(bend, local, D_0, g_F, rho, top, steps)
+  stack = jnp.stack([D_0, *moves.values()])
+  square = jax.lax.map(lambda D: D @ bend(D), stack)
+  on_R = dict(zip(('', *moves), jnp.sqrt(jnp.maximum(square, 0)), strict=True))
+  norm = jnp.linalg.norm
+  harm = on_R[''] * jnp.sqrt(jnp.maximum(g_F @ image, 0))
+  # Products besides those of the converged solves, which count themselves.
+  plain = solver.rank + steps + 13 + 5 * steps + len(stack) + depth
+  tally = _tally(g_F.dtype, plain)
+  for out in (retained, pushed, influence):
+    tally = tally.add(out)
+  return _Found(
+    D_0,
+    moves,
+    on_R,
+    X_F @ pushed.x,
+    _null_share(bend, g_F, pushed.x, ridge, depth),
+    (D_0 @ image) / jnp.where(harm > 0, harm, 1),
+    top,
+    (norm(local.grad - g_F), norm(g_F)),
+    tally,
+  )
+
+
+def _descents(bend, local, D_0, g_F, rho, top, steps):
+  """Gradient methods on a R L_R-like objective: D <- D - lr (M D - b).
+
+  M = w_R G_R + mu I + w_F X_F'X_F, as in `dynamics`; all at once.
+  """
+  sees = lambda v: local.X_F.T @ (local.X_F @ v)
+  ridge, seen, low = local.ridge, sees(D_0), jnp.minimum(rho, 1)
+  zero = jnp.zeros_like(D_0)
+  away = -rho * (g_F + seen)
+  table = {  # name: w_R, mu, w_F, b, steps per 1 / top
+    'graddiff': (1, ridge, -rho, away, 1),
+    'neggrad_plus': (1, ridge, -rho, away, 1 / (1 + rho)),
+    'retain_finetune': (1, ridge, 0, zero, 1),
+    'scrub': (2, ridge, -low, bend(D_0) - low * seen, 0.5),
+    'corrected_relabel': (1, ridge, 1, zero, 1),
   }
-  g_tot = local.grad - g_F
-  scalars = {
-    'image_R': jnp.sqrt(jnp.maximum(g_F @ bend(g_F), 0)),
-    'inner_R': D_0 @ bend(g_F),
-    'g_F': jnp.linalg.norm(g_F),
-    'g_tot': jnp.linalg.norm(g_tot),
-    'cg_residual': retained.residual,
-    'curvature': retained.curvature,
-    'cg_steps': retained.steps,
-  }
-  H_r = X_F @ solve(g_F).x
-  return D_0, g_F, H_r, moves, scalars
+  w_R, mu, w_F, lr = (
+    jnp.asarray([row[i] for row in table.values()], D_0.dtype)[:, None]
+    for i in (0, 1, 2, 4)
+  )
+  b = jnp.stack([row[3] for row in table.values()])
+
+  def step(_, D):
+    grad = w_R * jax.lax.map(bend, D) + mu * D + w_F * jax.vmap(sees)(D) - b
+    return D - lr / top * grad
+
+  start = jnp.broadcast_to(D_0, b.shape)
+  return dict(zip(table, jax.lax.fori_loop(0, steps, step, start), strict=True))
 
 
-@functools.partial(jax.jit, static_argnames=('apply_fn', 'loss', 'solver'))
-def _retain_norms(apply_fn, loss, solver, local, moves):
-  bend, _, _ = _products(apply_fn, loss, solver._replace(rank=0), local)
-  return {k: jnp.sqrt(jnp.maximum(D @ bend(D), 0)) for k, D in moves.items()}
+def _null_share(bend, g, x, ridge, depth):
+  """Bounds r' H_perp r / r' H_FF r with x = A_R^{-1} g; see the module."""
+  size = jnp.linalg.norm(g)
+  start = jnp.where(size > 0, g, 1)
+  ritz = spectrum.lanczos(bend, start, depth)
+  # Slots that an early end left over count as resolved zeros, weight zero.
+  floor = 100 * jnp.finfo(g.dtype).eps * ritz.values[0]
+  low = ritz.values <= jnp.maximum(floor, ritz.values[-1])
+  mass = size**2 * jnp.sum(jnp.where(low, ritz.weights, 0)) / ridge
+  signal = g @ x
+  share = jnp.minimum(mass, ridge * (x @ x)) / jnp.where(signal > 0, signal, 1)
+  return jnp.clip(share, 0, 1)
 
 
-@functools.partial(jax.jit, static_argnames=('apply_fn', 'loss'))
-def _harm(apply_fn, loss, params, data, D):
+@functools.partial(jax.jit, static_argnames=('apply_fn', 'loss', 'batch_size'))
+def _harm(apply_fn, loss, params, data, D, batch_size):
   """||B' J D|| per example, [n]."""
   _, unravel = ravel_pytree(params)
-  fun = lambda p: apply_fn(p, data['x'])
-  gap = linear.jacobian_product(fun, params, unravel(D))
-  rows = jax.vmap(loss.root)(fun(params), data['y'], gap)
-  return jnp.sqrt(data['weight']) * jnp.linalg.norm(rows, axis=-1)
+
+  def part(batch):
+    fun = lambda p: apply_fn(p, batch['x'])
+    gap = linear.jacobian_product(fun, params, unravel(D))
+    rows = jax.vmap(loss.root)(fun(params), batch['y'], gap)
+    return jnp.sqrt(batch['weight']) * jnp.linalg.norm(rows, axis=-1)
+
+  return ggn.map_examples(part, data, batch_size)
 
 
 def audit_network(
@@ -187,8 +265,9 @@ def audit_network(
 ) -> LeverageReport:
   """`audit` for a network whose Jacobian does not fit; same report.
 
-  `eigenvalues` are the Ritz values of the best start, `null_share` is NaN (it
-  needs the null space of the retain rows), `harmed` counts examples.
+  `eigenvalues` are the Ritz values of the best start, `null_share` is an upper
+  bound (see the module docstring), `harmed` counts examples. `products` and
+  `residual` tell what the solves took.
 
   Args:
     apply_fn: (params, x [B, ...]) -> [B, C], deterministic.
@@ -198,8 +277,9 @@ def audit_network(
     forget: the same; n_F C P numbers must fit in memory.
     ridge: > 0, of the objective in sums.
     prior: pytree; None for zeros.
-    solver: `batch_size` bounds the memory, `rank` preconditions; None for
-      200 steps of CG at most, to a residual of 1e-3.
+    solver: of kind 'cg'; `batch_size` bounds the memory, `rank` preconditions;
+      None for 200 steps of CG at most, to a residual of 1e-3, in minibatches
+      of 512.
     lanczos_steps: solves per start.
     probes: random starts.
     steps: number of steps of the iterative methods that are compared.
@@ -211,16 +291,20 @@ def audit_network(
     LeverageReport; gaps are in curvature-weighted outputs (see `linearize`).
 
   Raises:
-    ValueError: bad data, ridge <= 0, dropout or batch norm at work, an
-      indefinite curvature.
+    ValueError: bad data, ridge <= 0, dropout or batch norm at work, a loss
+      that is not convex, an indefinite curvature.
   """
   loss = get_loss(loss)
-  solver = solver or Solver(max_steps=200, tol=1e-3)
+  solver = solver or Solver(max_steps=200, tol=1e-3, batch_size=512)
+  ggn.check_solver(solver, ridge)
+  if solver.kind != 'cg':
+    raise ValueError(
+      f"solver.kind={solver.kind!r}: this audit is matrix-free, 'cg'. Use "
+      'audit(linearize(...)) for a dense one.'
+    )
   if not ridge > 0:
     raise ValueError(f'ridge={ridge} must be > 0: A_R has to be invertible.')
-  outputs = ggn.outputs_of(apply_fn, params, jnp.asarray(retain['x']))
-  retain, forget = ggn.as_data(retain, outputs), ggn.as_data(forget, outputs)
-  ggn.check_deterministic(apply_fn, params, forget['x'])
+  retain, forget, flags = check_request(apply_fn, loss, params, retain, forget)
   X_F, r = jax.jit(ggn.design, static_argnums=(0, 1))(
     apply_fn, loss, params, forget
   )
@@ -228,96 +312,118 @@ def audit_network(
     apply_fn, loss, params, retain, ridge, prior,
     batch_size=solver.batch_size))[0]  # fmt: skip
   local = _Local(params, retain, X_F, r, jnp.asarray(ridge, grad.dtype), grad)
-  values, weights = map(np.asarray, _spectrum(
+  values, weights, tally = _spectrum(
     apply_fn, loss, solver, local, jax.random.key(seed), probes,
-    min(lanczos_steps, len(r))))  # fmt: skip
-  values = np.maximum(values, 0)
-  lmax = float(values.max())
-  rho = 0.1 / max(lmax, 1e-30)
-  D_0, g_F, H_r, moves, scalars = _moves(
-    apply_fn, loss, solver, local, rho, steps
-  )
-  if float(scalars['curvature']) <= 0:
+    min(lanczos_steps, len(r)))  # fmt: skip
+  values = np.maximum(np.asarray(values), 0)
+  found = _moves(
+    apply_fn, loss, solver, local, forget_weight(float(values.max())), steps,
+    min(2 * lanczos_steps, len(grad)),
+  )  # fmt: skip
+  if float(found.tally.curvature) <= 0:
     raise ValueError(
-      f'curvature {float(scalars["curvature"]):.2e} <= 0 met in CG: the '
+      f'curvature {float(found.tally.curvature):.2e} <= 0 met in CG: the '
       'operator is indefinite. Use a convex loss or a larger ridge.'
     )
-  norms = _retain_norms(apply_fn, loss, solver, local, moves | {'': D_0})
+  tally = _Tally(
+    tally.products + found.tally.products,
+    jnp.maximum(tally.residual, found.tally.residual),
+    found.tally.curvature,
+  )
+  # Outputs of zero say nothing: what the residual would be without a model.
+  blank = jax.vmap(loss.whitened)(jnp.zeros_like(forget['y']), forget['y'])
+  signal = ratio(float(jnp.linalg.norm(r)), float(jnp.linalg.norm(blank)))
+  drift = ratio(*map(float, found.size))
+  flags += _warn(solver, tally, found.top, local, drift, tol, signal)
+  harm = _harm(apply_fn, loss, params, retain, found.D_0, solver.batch_size)
   return _assemble(
-    loss, local, (values, weights), (D_0, g_F, H_r, moves), scalars, norms,
-    _harm(apply_fn, loss, params, retain, D_0), len(forget['x']), top, tol,
+    loss, local, (values, np.asarray(weights)), found, tally, drift,
+    np.asarray(harm), len(forget['x']), top, flags,
   )  # fmt: skip
 
 
 def _assemble(
-  loss, local, ritz, found, scalars, norms, harm, n_F, top, tol
+  loss, local, ritz, found, tally, drift, harm, n_F, top, flags
 ) -> LeverageReport:
   values, weights = ritz
-  D_0, g_F, H_r, moves = found
-  scalars = {k: float(v) for k, v in scalars.items()}
-  X_F, F = local.X_F, len(local.r)
+  X_F, F, n_R = local.X_F, len(local.r), len(local.retain['x'])
   trace_of = lambda f: float(F * np.mean(np.sum(weights * f(values), 1)))
-  best = values[values.max(1).argmax()]
-  lmax = float(values.max())
-  gap_F = np.asarray(X_F @ D_0)
-  K_r = np.asarray(X_F @ g_F)
-  idle = (float(np.linalg.norm(gap_F)), float(norms['']))
-  ratio = lambda a, b: float(a) / float(b) if b > 0 else float('nan')
-  # Cheapest first; a jitted function returns its dict sorted by name.
+  norm = lambda x: float(np.linalg.norm(x))
+  gap_F = np.asarray(X_F @ found.D_0)
+  K_r = np.asarray(X_F @ (X_F.T @ local.r))
+  idle = (norm(gap_F), float(found.on_R['']))
   predicted = {
-    k: (ratio(jnp.linalg.norm(X_F @ D), idle[0]), ratio(norms[k], idle[1]))
+    k: (
+      ratio(norm(X_F @ found.moves[k]), idle[0]),
+      ratio(float(found.on_R[k]), idle[1]),
+    )
     for k in _METHODS
-    for D in (moves[k],)
   }
-  span = span_deficiency(X_F, D_0)
-  cos_F = ratio(gap_F @ K_r, np.linalg.norm(gap_F) * np.linalg.norm(K_r))
-  drift = ratio(scalars['g_tot'], scalars['g_F'])
+  lmax, null_share = float(values.max()), float(found.null_share)
+  span = span_deficiency(X_F, found.D_0)
+  cos_F = ratio(float(gap_F @ K_r), norm(gap_F) * norm(K_r))
   # H h r = (H r) - X_F A^{-1} X_F' r, the gap that an influence step leaves
   # of the part that the forget gradient causes.
-  left = np.asarray(X_F @ (moves['influence'] - D_0)) + np.asarray(H_r)
-  name, reason = recommend(lmax, cos_F, float('nan'), span, predicted, idle)
-  n_R = len(local.retain['x'])
-  order = np.argsort(-np.asarray(harm))[:top]
+  left = np.asarray(X_F @ (found.moves['influence'] - found.D_0) + found.H_r)
+  name, reason = recommend(lmax, cos_F, null_share, span, predicted, idle)
+  order = np.argsort(-harm)[:top]
   return LeverageReport(
-    eigenvalues=best,
+    eigenvalues=values[values.max(1).argmax()],
     lmax=lmax,
     trace=trace_of(lambda h: h),
     dof=trace_of(lambda h: h / (1 + h)),
     logdet=trace_of(np.log1p),
-    rho_c=float(dynamics.critical_weight(lmax, 'sum', 1, 1)),
+    rho_c=float(dynamics.critical_weight(lmax, 'sum', n_R, n_F)),
     alpha_c=float(dynamics.critical_weight(lmax, 'mean', n_R, n_F)),
     local=loss.local,
-    influence_error=ratio(np.linalg.norm(left), np.linalg.norm(H_r)),
+    influence_error=ratio(norm(left), norm(found.H_r)),
     cos_forget=cos_F,
-    cos_retain=ratio(scalars['inner_R'], idle[1] * scalars['image_R']),
-    null_share=float('nan'),
+    cos_retain=float(found.cos_retain),
+    null_share=null_share,
     span_deficiency=span,
     stationarity=drift,
     idle=idle,
     forget_gaps=np.abs(gap_F),
     predicted=predicted,
     harmed=order,
-    harm=np.asarray(harm)[order],
+    harm=harm[order],
     recommendation=name,
     reason=reason,
-    flags=_flags(drift, scalars, tol),
+    flags=flags,
+    products=int(tally.products),
+    residual=float(tally.residual),
   )
 
 
-def _flags(drift, scalars, tol) -> tuple[str, ...]:
-  flags = []
-  if drift > tol:
-    flags.append('not_stationary')
-    warnings.warn(
+def _warn(solver, tally, top, local, drift, tol, signal) -> tuple[str, ...]:
+  """Names of what makes the report doubtful; each is also a warning."""
+  residual = float(tally.residual)
+  cond = float(top / local.ridge)
+  single = local.r.dtype == jnp.float32
+  found = {
+    'no_gradient_signal': (
+      signal <= 1e-4,
+      'the model interpolates the forget set (r_F = 0): every forget gradient '
+      'vanishes although the gap to retraining does not. Use a retain-side '
+      'method or retrain.',
+    ),
+    'not_stationary': (
+      drift > tol,
       f'the start is not stationary (||g_tot|| / ||g_F|| = {drift:.2g}); its '
       'total gradient is included in every prediction.',
-      stacklevel=4,
-    )
-  if scalars['cg_residual'] > 0.1:
-    flags.append('not_converged')
-    warnings.warn(
-      f'CG stopped at relative residual {scalars["cg_residual"]:.1e}; raise '
-      'solver.max_steps, solver.rank or the ridge.',
-      stacklevel=4,
-    )
-  return tuple(flags)
+    ),
+    'not_converged': (
+      residual > 10 * solver.tol,
+      f'CG stopped at relative residual {residual:.1e} (wanted {solver.tol:g});'
+      ' raise solver.max_steps, solver.rank or the ridge.',
+    ),
+    'ill_conditioned': (
+      single and cond > 1e7,
+      f'cond(A_R) may reach {cond:.1e}, which leaves no digits in float32; use '
+      'a larger ridge, or float64 inside `with jax.enable_x64(True):`.',
+    ),
+  }
+  for wrong, message in found.values():
+    if wrong:
+      warnings.warn(message, stacklevel=3)
+  return tuple(name for name, (wrong, _) in found.items() if wrong)

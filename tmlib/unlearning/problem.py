@@ -21,8 +21,11 @@ import numpy as np
 
 __all__ = [
   'RidgeProblem',
+  'check_array',
   'check_problem',
+  'concrete',
   'condition',
+  'copies',
   'duplicates',
   'fit_full',
   'fit_retain',
@@ -72,11 +75,11 @@ def check_problem(problem: RidgeProblem) -> RidgeProblem:
   Raises:
     ValueError: an empty set, mismatched shapes, NaN or inf, a negative ridge,
       or float64 input while x64 is off (it would silently become float32).
-    TypeError: integer or complex data.
+    TypeError: text, integer or complex data; a masked array.
   """
-  fields = {k: getattr(problem, k) for k in ('X_R', 'Y_R', 'X_F', 'Y_F')}
-  for name, value in fields.items():
-    _check_array(name, value)
+  fields = {
+    k: check_array(k, getattr(problem, k)) for k in ('X_R', 'Y_R', 'X_F', 'Y_F')
+  }
   X_R, Y_R, X_F, Y_F = fields.values()
   for name, x, y in (('R', X_R, Y_R), ('F', X_F, Y_F)):
     if x.shape[0] == 0:
@@ -94,29 +97,38 @@ def check_problem(problem: RidgeProblem) -> RidgeProblem:
     raise ValueError(
       f'Y_R has {Y_R.shape[1]} outputs but Y_F has {Y_F.shape[1]}.'
     )
-  if concrete(problem.ridge) and not float(problem.ridge) >= 0:
-    raise ValueError(f'ridge={problem.ridge} must be >= 0.')
+  if np.ndim(problem.ridge) or isinstance(problem.ridge, str):
+    raise TypeError(f'ridge={problem.ridge!r} must be one number >= 0.')
+  if concrete(problem.ridge) and not 0 <= float(problem.ridge) < np.inf:
+    raise ValueError(f'ridge={problem.ridge} must be >= 0 and finite.')
   shape = (X_R.shape[1], Y_R.shape[1])
+  given = {}
   for name in ('prior', 'start'):
-    value = getattr(problem, name)
+    value = given[name] = getattr(problem, name)
     if value is not None:
-      _check_array(name, value)
+      value = given[name] = check_array(name, value)
       if value.shape != shape:
         raise ValueError(f'{name} has shape {value.shape}, expected {shape}.')
   arrays = {k: jnp.asarray(v) for k, v in fields.items()}
   dtype = jnp.result_type(*arrays.values())
   arrays = {k: v.astype(dtype) for k, v in arrays.items()}
-  prior = jnp.zeros(shape, dtype) if problem.prior is None else problem.prior
-  start = problem.start
+  prior, start = given['prior'], given['start']
   return RidgeProblem(
     **arrays,
     ridge=jnp.asarray(problem.ridge, dtype),
-    prior=jnp.asarray(prior, dtype),
+    prior=jnp.zeros(shape, dtype)
+    if prior is None
+    else jnp.asarray(prior, dtype),
     start=None if start is None else jnp.asarray(start, dtype),
   )
 
 
-def _check_array(name, value):
+def check_array(name: str, value: Any) -> Any:
+  """A float matrix without NaN; lists become arrays, the rest is refused."""
+  if isinstance(value, np.ma.MaskedArray):
+    raise TypeError(f'{name} is a masked array; fill or drop what is missing.')
+  if not hasattr(value, 'dtype'):  # lists, data frames
+    value = np.asarray(value)
   if np.ndim(value) != 2:
     raise ValueError(
       f'{name} has shape {np.shape(value)}; two axes are needed, '
@@ -131,6 +143,15 @@ def _check_array(name, value):
     )
   if concrete(value) and not np.isfinite(np.asarray(value)).all():
     raise ValueError(f'{name} holds NaN or inf; drop or impute those rows.')
+  return value
+
+
+def copies(X_R: Any, X_F: Any) -> int:
+  """How many entries of X_F [F, ...] occur in X_R [R, ...], bit for bit."""
+  # Adding zero turns -0.0, which compares equal but has other bits, into 0.0.
+  bits = lambda x: (row.tobytes() for row in np.ascontiguousarray(x) + 0)
+  kept = set(bits(X_R))
+  return sum(row in kept for row in bits(X_F))
 
 
 def duplicates(X_R: Any, X_F: Any) -> tuple[int, float]:
@@ -147,15 +168,13 @@ def duplicates(X_R: Any, X_F: Any) -> tuple[int, float]:
     a forget and a retain row.
   """
   X_R, X_F = np.asarray(X_R), np.asarray(X_F)
-  rows = {r.tobytes() for r in np.ascontiguousarray(X_R)}
-  count = sum(r.tobytes() in rows for r in np.ascontiguousarray(X_F))
   unit = lambda x: (
     x
     / np.maximum(
       np.linalg.norm(x, axis=1, keepdims=True), np.finfo(x.dtype).tiny
     )
   )
-  return count, float((unit(X_F) @ unit(X_R).T).max())
+  return copies(X_R, X_F), float((unit(X_F) @ unit(X_R).T).max())
 
 
 def warn_duplicates(X_R: Any, X_F: Any) -> int:
@@ -188,18 +207,25 @@ def weigh(
     RidgeProblem.
 
   Raises:
-    ValueError: negative weights (the signed weights of a method belong into
-      its `UnlearnSpec`).
+    ValueError: another shape, NaN, zeros throughout, or negative weights (the
+      signed weights of a method belong into its `UnlearnSpec`).
   """
   scaled = {}
   for name, w in (('R', w_R), ('F', w_F)):
     if w is None:
       continue
-    if concrete(w) and not (np.asarray(w) >= 0).all():
-      raise ValueError(
-        f'w_{name} holds negative sample weights; they must be >= 0. Signed '
-        'weights are part of an UnlearnSpec.'
-      )
+    n = len(getattr(problem, f'X_{name}'))
+    if np.shape(w) != (n,):
+      raise ValueError(f'w_{name} has shape {np.shape(w)}, expected ({n},).')
+    if concrete(w):
+      values = np.asarray(w)
+      if not (np.isfinite(values) & (values >= 0)).all():
+        raise ValueError(
+          f'w_{name} holds negative sample weights or NaN; they must be >= 0. '
+          'Signed weights are part of an UnlearnSpec.'
+        )
+      if not values.any():
+        raise ValueError(f'w_{name} is zero throughout: the set is empty.')
     root = jnp.sqrt(jnp.asarray(w))[:, None]
     for field in (f'X_{name}', f'Y_{name}'):
       scaled[field] = root * getattr(problem, field)

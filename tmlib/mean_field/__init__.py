@@ -11,7 +11,17 @@ from tmlib.mean_field.dynamics import (
   q_values,
   stationary_flow,
 )
-from tmlib.mean_field.game import MFGame, make_game, union
+from tmlib.mean_field.equilibria import Equilibrium, find_equilibria
+from tmlib.mean_field.game import MFGame, make_game, stack_games, union
+from tmlib.mean_field.method import solver_method
+from tmlib.mean_field.munchausen import munchausen_method
+from tmlib.mean_field.n_player import (
+  NPlayerGame,
+  deviation_gain,
+  n_player_exploitability,
+  simulate,
+  to_n_player,
+)
 from tmlib.mean_field.operators import StationaryFlow, uniform_policy
 from tmlib.mean_field.solvers import (
   SolveResult,
@@ -23,24 +33,34 @@ from tmlib.mean_field.solvers import (
 )
 
 __all__ = [
+  'Equilibrium',
   'MFGame',
+  'NPlayerGame',
   'SolveResult',
   'StationaryFlow',
   'best_response',
+  'deviation_gain',
   'envs',
   'expected_return',
   'exploitability',
   'fictitious_play',
+  'find_equilibria',
   'fixed_point',
   'make_game',
   'mf_omo',
+  'munchausen_method',
+  'n_player_exploitability',
   'online_mirror_descent',
   'optimal_q_values',
   'population_exploitability',
   'prior_descent',
   'push',
   'q_values',
+  'simulate',
+  'solver_method',
+  'stack_games',
   'stationary_flow',
+  'to_n_player',
   'uniform_policy',
   'union',
 ]

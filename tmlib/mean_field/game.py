@@ -29,7 +29,7 @@ import numpy as np
 
 from tmlib.mean_field import checks
 
-__all__ = ['MFGame', 'make_game', 'union']
+__all__ = ['MFGame', 'make_game', 'stack_games', 'union']
 
 # Ways into a state are listed where the padded list is at most so much longer.
 _PADDING = 4
@@ -343,3 +343,43 @@ def union(
     start += i.shape[0]
   return (np.concatenate(all_idx), np.concatenate(all_prob),
           np.concatenate(all_mask), sizes)  # fmt: skip
+
+
+def stack_games(games: Sequence[MFGame]) -> MFGame:
+  """A batch of games of one shape and reward function, for `jax.vmap`.
+
+  Args:
+    games: games that differ in numbers only.
+
+  Returns:
+    A game whose leaves have a leading axis; `jax.vmap(solver)(batch)` solves
+    all.
+
+  Raises:
+    ValueError: no game; games of other shapes, functions, horizons or
+      populations.
+  """
+  if not games:
+    raise ValueError('games is empty; give at least one')
+  inflows = [game.inflow for game in games]
+  if all(table is not None for table in inflows):
+    width = max(table.shape[1] for table in inflows)
+    size = games[0].idx.size
+    inflows = [
+      np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=size)
+      for table in inflows
+    ]
+  else:
+    inflows = [None] * len(games)
+  same = []
+  for game, table in zip(games, inflows, strict=True):
+    leaves, static = game.tree_flatten()
+    same.append(MFGame.tree_unflatten(static, (*leaves[:-1], table)))
+  kinds = {jax.tree.structure(game) for game in same}
+  shapes = {tuple(map(np.shape, jax.tree.leaves(game))) for game in same}
+  if len(kinds) > 1 or len(shapes) > 1:
+    raise ValueError(
+      'games differ in shape, horizon, populations, mask or functions; only '
+      'numbers may differ (bind them by jax.tree_util.Partial)'
+    )
+  return jax.tree.map(lambda *x: np.stack(x), *same)

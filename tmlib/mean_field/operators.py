@@ -32,6 +32,8 @@ __all__ = [
   'policy_q',
   'softmax_policy',
   'start',
+  'tables',
+  'tables_over_time',
   'uniform_policy',
 ]
 
@@ -55,12 +57,20 @@ class StationaryFlow(NamedTuple):
   converged: jax.Array
 
 
-def _tables(game: MFGame, mu: jax.Array, t: jax.Array):
+def tables(game: MFGame, mu: jax.Array, t: jax.Array):
   """Rewards [S, A] and probabilities [S, A, E] at one time."""
   dtype = float_type()
   prob = game.prob(mu, t) if callable(game.prob) else game.prob
   reward = game.reward_fn(mu, t)
   return jnp.asarray(reward, dtype), jnp.asarray(prob, dtype)
+
+
+def tables_over_time(
+  game: MFGame, mu: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Rewards [H, S, A] and probabilities [H, S, A, E] along a flow [H, S]."""
+  times = jnp.arange(mu.shape[0], dtype=jnp.int32)
+  return jax.vmap(lambda m, t: tables(game, m, t))(mu, times)
 
 
 def _stepper(game: MFGame) -> Callable[..., jax.Array]:
@@ -72,7 +82,7 @@ def _stepper(game: MFGame) -> Callable[..., jax.Array]:
   if game.inflow is None:
 
     def scatter(mu, pi, t, seen):
-      _, prob = _tables(game, seen, t)
+      _, prob = tables(game, seen, t)
       new = jnp.zeros(states, prob.dtype)
       flow = (mu[:, None] * pi)[..., None] * prob
       return new.at[jnp.asarray(game.idx)].add(flow)
@@ -194,7 +204,7 @@ def _backward(
 
   def body(v, now):
     mu_t, extra_t, t = now
-    reward, prob = _tables(game, mu_t, t)
+    reward, prob = tables(game, mu_t, t)
     q = reward + discount * (prob * v[idx]).sum(-1)
     return value(q, extra_t), q
 
@@ -206,7 +216,7 @@ def _backward(
 def _stationary_q(game, mu, value):
   """Value iteration to rounding; a contraction with modulus gamma."""
   discount = jnp.asarray(game.discount, float_type())
-  reward, prob = _tables(game, mu, jnp.int32(0))
+  reward, prob = tables(game, mu, jnp.int32(0))
   idx = jnp.asarray(game.idx)
   eps = jnp.finfo(float_type()).eps
 
@@ -282,7 +292,7 @@ def exchange(
   Returns:
     reward [S, A], arrivals [S] of d, and expected next value [S, A].
   """
-  reward, prob = _tables(game, mu, t)
+  reward, prob = tables(game, mu, t)
   idx = jnp.asarray(game.idx)
   ones = jnp.ones(mu.shape, d.dtype)
   arrivals = _stepper(game)(ones, d, t, mu)

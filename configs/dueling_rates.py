@@ -39,9 +39,13 @@ def get_config(arg: str | None = None) -> ConfigDict:
       arms=8,
       users=(1, 4, 16),
       arms_axis=(16, 32, 64, 128),
+      # From, to, points; and fewer seeds: K = 128 has 8,128 pairs.
+      arms_eps=(0.005, 0.1, 9),
+      arms_seeds_per_step=4,
       bits=(3, 5, 7, 9),
       dims=(3, 6, 9),
       cyclic_arms=15,
+      cyclic_points=10,
       horizon=2**22,
       easy_gap=0.3,
     )
@@ -71,11 +75,12 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config.train.update(steps=8, log_every=256, steps_per_call=8)
     config.sweep.update(
       seeds_per_step=2, log2_high=16, eps_points=6, few_points=4, tau_points=6,
-      users=(1, 2), arms_axis=(8, 16), bits=(3, 4), dims=(3, 4), cyclic_arms=5,
-      horizon=2**16,
+      users=(), arms_axis=(), bits=(3, 4), dims=(), cyclic_arms=5,
+      cyclic_points=3, horizon=2**16, arms_eps=(0.02, 0.2, 3),
+      arms_seeds_per_step=2,
     )  # fmt: skip
     config.play.update(
-      players=('etc', 'borda_ucb', 'fixed'), rounds=512, simulations=4, tau=128
+      players=('etc', 'fixed'), rounds=512, simulations=4, tau=128
     )
     config.report.bootstrap = 50
   return config

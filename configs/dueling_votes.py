@@ -5,7 +5,8 @@
     --workdir=runs/dueling_votes
 
   python experiments/main.py --config=configs/dueling_votes.py:votes \
-    --config.data.path=llmfao.csv --workdir=runs/dueling_llmfao
+    --config.data.path=llmfao.csv --config.data.ties=half \
+    --workdir=runs/dueling_llmfao
 
 `report/` shows the Nash, utilitarian and egalitarian lotteries with bootstrap
 intervals and their certified gaps, every user's utility, who gains on held-out
@@ -27,7 +28,16 @@ def get_config(arg: str | None = None) -> ConfigDict:
   config = default_config()
   config.experiment = 'dueling_votes'
   config.data = ConfigDict(
-    dict(path='', user_column='worker', ties='half', arms=10, min_votes=8)
+    dict(
+      path='',
+      # A csv's names of the columns user, left, right, winner, and its words
+      # for left, right and ties; `ties` is 'half' or 'drop'.
+      columns=('worker', 'left', 'right', 'winner'),
+      winners=('left', 'right', 'tie'),
+      ties='',
+      arms=10,
+      min_votes=8,
+    )
   )
   # How users borrow from one another, see tmlib.dueling.pool_users.
   config.pooling = ConfigDict(dict(name='hierarchical', strength=0.0, rank=2))

@@ -8,7 +8,8 @@ closed form, and the state collects them. Parts:
   users    equal users, independent and shared answers, tau and eps grids.
   arms     K = 16..128, tau and eps grids.
   glm      d = 3..9 hidden signs, tau and delta grids.
-  cyclic   generalized-linear users without a Condorcet winner, theory-tuned.
+  cyclic   generalized-linear users without a Condorcet winner, d = 3..9, tau
+           and taste grids.
   play_*   the algorithms round by round on one multi-user instance.
 
 Axes: S seeds, X grid points, E eps, T horizons, U tau, D dimensions.
@@ -23,9 +24,17 @@ import numpy as np
 
 from experiments import dueling_rates_report
 from tmlib import dueling, train
-from tmlib.dueling import elimination, etc, glm, glm_etc, theory
+from tmlib.dueling import design, elimination, etc, glm, glm_etc, theory
 
-__all__ = ['SweepState', 'glm_sign_run', 'grids', 'make', 'sweep_method']
+__all__ = [
+  'SweepState',
+  'cyclic_taus',
+  'glm_sign_run',
+  'grids',
+  'make',
+  'sweep_method',
+  'tuned_taus',
+]
 
 PLAYERS = (
   'etc', 'eps_greedy', 'elimination', 'vote', 'utilitarian', 'borda_ucb',
@@ -103,6 +112,7 @@ def grids(config) -> dict[str, np.ndarray]:
     'horizons': 2 ** np.arange(c.log2_low, c.log2_high + 1, c.log2_step),
     'eps': space(c.eps_low, c.eps_high, c.eps_points),
     'few_eps': space(c.eps_low, c.eps_high, c.few_points),
+    'arms_eps': space(*c.arms_eps),
     'taus': np.unique(space(28, c.tau_high, c.tau_points).astype(int)),
   }
 
@@ -170,12 +180,17 @@ def _horizon(config):
   return simulate
 
 
-def _tuned(config, arms, users, outcomes):
-  """Grid of tau x eps on equal users of the hard family."""
-  grid = grids(config)
+def tuned_taus(config, arms: int) -> np.ndarray:
+  """Exploration lengths of the parts on K arms, [U]; none beyond T / 2."""
   least = arms * (arms - 1) // 2
-  taus = np.maximum(grid['taus'] * least // 28, least)
-  tau_axis, eps_axis = _flat(taus, grid['few_eps'])
+  taus = np.maximum(grids(config)['taus'] * least // 28, least)
+  return taus[taus <= config.sweep.horizon // 2]
+
+
+def _tuned(config, arms, users, outcomes, eps):
+  """Grid of tau x eps on equal users of the hard family."""
+  taus = tuned_taus(config, arms)
+  tau_axis, eps_axis = _flat(taus, eps)
 
   def one(key, env_key, tau, e):
     env = dueling.hard_instance(env_key, arms, users, e, outcomes=outcomes)
@@ -188,7 +203,7 @@ def _tuned(config, arms, users, outcomes):
     explore, loss = jax.vmap(one, (0, None, 0, 0))(
       keys, env_key, tau_axis, eps_axis
     )
-    shape = (len(taus), len(grid['few_eps']))
+    shape = (len(taus), len(eps))
     return {'explore': explore.reshape(shape), 'commit': loss.reshape(shape)}
 
   return simulate
@@ -222,9 +237,8 @@ def glm_sign_run(
   counts = tau // half + (jnp.arange(half) < tau % half)
   counts = counts.astype(jnp.float32)
   wins = jax.random.binomial(win_key, counts, 0.5 + rows @ theta)
-  found = glm.glm_mle(rows, wins[None], counts[None], 'linear', 1e-3, steps=1)[
-    0
-  ]
+  fit = glm.glm_mle(rows, wins[None], counts[None], 'linear', 1e-3, steps=1)
+  found = fit.theta[0]
   wrong = (found[:bits] * flips < 0).sum()
   explore = tau * share * (0.25 + bits * delta)
   return explore, share * 2 * delta * wrong
@@ -249,27 +263,44 @@ def _glm(config, bits):
   return simulate
 
 
+def cyclic_taus(config) -> np.ndarray:
+  """Exploration lengths of the cyclic parts, [U]."""
+  taus = grids(config)['taus']
+  return taus[taus >= 2 * config.sweep.cyclic_arms][::2]
+
+
 def _cyclic(config, dim):
+  """Grid of tau x size of the users' tastes beside a fixed cycle."""
   c = config.sweep
   env = dueling.glm_cyclic_instance(
     jax.random.key(config.seed), c.cyclic_arms, dim, 2, strength=0.5
   )
-  kappa = float(glm.curvature(env))
-  tau = theory.etc_tau(
-    c.cyclic_arms, 2, c.horizon, dim=dim, kappa=1.0, kind='geometric'
-  )
-  plan = glm_etc.plan_design(env.phi, tau)
+  # Kappa-free: the plan and the policy know the features only.
+  pairs, weights, _ = glm_etc.design_pairs(env.phi)
+  taus = cyclic_taus(config)
+  counts = np.stack([design.round_design(weights, int(t)) for t in taus])
+  scales = np.exp(np.linspace(np.log(0.02), np.log(2), c.cyclic_points))
+  tau_axis, scale_axis = _flat(np.arange(len(taus)), scales)
+
+  def one(key, taste, index, scale):
+    cycle = env.theta[:, -1:]
+    theta = jnp.concatenate([scale * taste, cycle], 1)
+    found = glm_etc.simulate_glm_etc(
+      key, env.replace(theta=theta), jnp.asarray(pairs),
+      jnp.asarray(counts)[index], taus[-1], 1e-3,
+    )  # fmt: skip
+    lost = found.total.pair - (taus[-1] - found.tau) * found.commit
+    return lost, found.commit
 
   def simulate(key):
-    found = glm_etc.simulate_glm_etc(
-      key, env, jnp.asarray(plan.pairs), jnp.asarray(plan.counts),
-      c.horizon, 1e-3,
-    )  # fmt: skip
-    return {
-      'regret': found.total.pair[None],
-      'commit': found.commit[None],
-      'kappa': jnp.full(1, kappa),
-    }
+    taste_key, key = jax.random.split(key)
+    taste = 0.3 * jax.random.normal(taste_key, (2, dim - 1))
+    keys = jax.random.split(key, len(tau_axis))
+    explore, loss = jax.vmap(one, (0, None, 0, 0))(
+      keys, taste, tau_axis, scale_axis
+    )
+    shape = (len(taus), len(scales))
+    return {'explore': explore.reshape(shape), 'commit': loss.reshape(shape)}
 
   return simulate
 
@@ -309,13 +340,13 @@ def make(config) -> train.Experiment:
   Returns:
     The experiment.
   """
-  c = config.sweep
+  c, grid = config.sweep, grids(config)
 
-  def part(simulate):
-    seeds = config.train.steps * c.seeds_per_step
+  def part(simulate, seeds_per_step=c.seeds_per_step):
+    seeds = config.train.steps * seeds_per_step
     ids = {'id': np.arange(seeds, dtype=np.int32)}
     return train.Experiment(
-      build=sweep_method(simulate, config.train.steps, c.seeds_per_step),
+      build=sweep_method(simulate, config.train.steps, seeds_per_step),
       evaluations={'seeds': train.pass_data(ids, seeds)},
     )
 
@@ -323,9 +354,11 @@ def make(config) -> train.Experiment:
   for outcomes in ('independent', 'shared'):
     for users in c.users if outcomes == 'independent' else c.users[1:]:
       name = f'users_{outcomes}_{users}'
-      parts[name] = part(_tuned(config, c.arms, users, outcomes))
+      simulate = _tuned(config, c.arms, users, outcomes, grid['few_eps'])
+      parts[name] = part(simulate)
   for arms in c.arms_axis:
-    parts[f'arms_{arms}'] = part(_tuned(config, arms, 1, 'independent'))
+    simulate = _tuned(config, arms, 1, 'independent', grid['arms_eps'])
+    parts[f'arms_{arms}'] = part(simulate, c.arms_seeds_per_step)
   for bits in c.bits:
     parts[f'glm_{bits}'] = part(_glm(config, bits))
   for dim in c.dims:

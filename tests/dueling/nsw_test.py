@@ -154,9 +154,33 @@ def test_vmap_agrees_with_one_by_one():
     np.testing.assert_allclose(many.value[i], one.value, rtol=1e-5)
 
 
+@pytest.mark.parametrize('shape', [(1, 8), (3, 8), (64, 128), (300, 16)])
+@pytest.mark.parametrize('kind', ['geometric', 'utilitarian', 'egalitarian'])
+def test_a_single_precision_gap_is_never_optimistic(shape, kind):
+  for seed in range(4):
+    b = scores(seed, *shape, spread=0.5 if seed % 2 else 0.02)
+    b = b.astype(np.float32)
+    best = nsw.solve_nsw(b.astype(np.float64), kind)
+    found = nsw.solve_nsw(jnp.asarray(b), kind)
+    assert best.value <= float(found.value) + float(found.gap)
+
+
+def test_scores_of_any_size():
+  b = scores(5, 3, 6)
+  want = nsw.solve_nsw(b, 'log')
+  for size in (1e-290, 1e-30, 1e30, 1e290):
+    # Users may even measure in different units.
+    found = nsw.solve_nsw(b * np.array([[size], [1], [1]]), 'log')
+    np.testing.assert_allclose(found.pi, want.pi, atol=1e-7)
+    assert float(found.gap) <= 1e-9
+  np.testing.assert_allclose(nsw.solve_nsw(jnp.eye(2, dtype=int)).value, 0.5)
+
+
 @pytest.mark.parametrize(
   ('b', 'kind', 'message'),
   [
+    (np.array([['a', 'b']]), 'geometric', 'expected numbers'),
+    (np.full((2, 3), 1e-310), 'geometric', 'no positive score'),
     (np.ones((2, 3)), 'nash', 'choose one of'),
     (np.ones(3), 'geometric', 'expected'),
     (np.ones((0, 3)), 'geometric', 'expected'),

@@ -14,7 +14,7 @@ TABLE = {
 
 
 def test_counts_by_hand():
-  read = votes.read_votes(TABLE)
+  read = votes.read_votes(TABLE, 'half')
   assert read.users == ('ann', 'bob')
   assert read.arms == ('x', 'y', 'z')
   wins, counts = votes.tally_table(read)
@@ -27,7 +27,7 @@ def test_counts_by_hand():
 
 def test_other_column_names():
   table = {'worker' if k == 'user' else k: v for k, v in TABLE.items()}
-  assert len(votes.read_votes(table, columns={'user': 'worker'}).user) == 5
+  assert len(votes.read_votes(table, 'half', {'user': 'worker'}).user) == 5
   with pytest.raises(ValueError, match="no column 'user'"):
     votes.read_votes(table)
 
@@ -45,21 +45,87 @@ def test_other_column_names():
 )
 def test_bad_tables(change, options, message):
   with pytest.raises(ValueError, match=message):
+    votes.read_votes(TABLE | change, **({'ties': 'half'} | options))
+
+
+@pytest.mark.parametrize(
+  ('change', 'options', 'message'),
+  [
+    ({}, {}, '2 of 5 votes are ties; say ties='),
+    ({'user': ['ann', None, 'bob', 'bob', 'bob']}, {}, "row 1 has no 'user'"),
+    ({'user': np.array([1, 2, np.nan, 1, 2])}, {}, "row 2 has no 'user'"),
+    ({'left': ['x', 'y', 'x', '', 'x']}, {}, "row 3 has no 'left'"),
+    (
+      {'user': np.array([1, 'a', 1, 'a', 1], object)},
+      {},
+      "mixes .'int', 'str'",
+    ),
+    ({'user': np.zeros((5, 1))}, {}, r'expected \[V\]'),
+    ({'winner': list('xzxzx')}, {}, 'it names an arm'),
+    ({'winner': ['Left', 'Tie', 'right', 'left', 'tie']}, {}, 'pass winners='),
+    ({}, {'winners': {'left': 'L'}}, 'must map to'),
+    ({}, {'columns': {'worker': 'user'}}, "the key 'worker'"),
+  ],
+)
+def test_messy_tables(change, options, message):
+  with pytest.raises(ValueError, match=message):
     votes.read_votes(TABLE | change, **options)
 
 
-def big_table(rng, users=12, arms=5, each=400):
-  taste = rng.normal(0, 1, arms) + rng.normal(0, 0.7, (users, arms))
+def test_other_words_and_types_say_the_same():
+  want = votes.read_votes(TABLE, 'half')
+  words = {'model_a': 'left', 'model_b': 'right', 'both bad': 'tie'}
+  back = {side: word for word, side in words.items()}
+  said = [back[side] for side in TABLE['winner']]
+  found = votes.read_votes(TABLE | {'winner': said}, 'half', winners=words)
+  as_bytes = {k: np.array(v, 'S') for k, v in TABLE.items()}
+  rows = np.rec.fromarrays(list(TABLE.values()), names=list(TABLE))
+  as_number = TABLE | {
+    'winner': [{'left': 1, 'right': 0, 'tie': 2}[x] for x in TABLE['winner']]
+  }
+  numbers = votes.read_votes(
+    as_number, 'half', winners={1: 'left', 0: 'right', 2: 'tie'}
+  )
+  for other in (
+    found, numbers, votes.read_votes(as_bytes, 'half'),
+    votes.read_votes(rows, 'half'),
+  ):  # fmt: skip
+    assert other.arms == want.arms
+    assert other.users == want.users
+    np.testing.assert_array_equal(other.outcome, want.outcome)
+  with pytest.raises(ValueError, match="no column 'winner'"):
+    votes.read_votes(rows[['user', 'left', 'right']], 'half')
+
+
+def test_trimming_keeps_the_busy_arms_and_users():
+  table = {
+    'user': ['u', 'u', 'u', 'v', 'w', 'w'],
+    'left': ['a', 'b', 'a', 'a', 'c', 'c'],
+    'right': ['b', 'a', 'b', 'c', 'd', 'a'],
+    'winner': ['left'] * 6,
+  }
+  few = votes.trim_votes(votes.read_votes(table), 3)
+  assert few.arms == ('a', 'b', 'c')
+  assert few.users == ('u', 'v', 'w')
+  fewer = votes.trim_votes(votes.read_votes(table), 3, min_votes=2)
+  assert fewer.users == ('u',)
+  assert fewer.arms == ('a', 'b')
+  np.testing.assert_array_equal(votes.tally_table(fewer).counts[0, 0, 1], 3)
+  with pytest.raises(ValueError, match='lower min_votes'):
+    votes.trim_votes(votes.read_votes(table), 3, min_votes=4)
+
+
+def big_table(rng, users=12, arms=5, each=400, spread=0.7):
+  taste = rng.normal(0, 1, arms) + rng.normal(0, spread, (users, arms))
   user = np.repeat(np.arange(users), each)
   left = rng.integers(0, arms, len(user))
   right = (left + rng.integers(1, arms, len(user))) % arms
   p = 1 / (1 + np.exp(taste[user, right] - taste[user, left]))
   winner = np.where(rng.random(len(user)) < p, 'left', 'right')
   truth = 1 / (1 + np.exp(taste[:, None, :] - taste[:, :, None]))
-  return (
-    {'user': user, 'left': left, 'right': right, 'winner': winner},
-    (truth.sum(-1) - 0.5) / (arms - 1),
-  )
+  scores = (truth.sum(-1) - 0.5) / (arms - 1)
+  table = {'user': user, 'left': left, 'right': right, 'winner': winner}
+  return table, scores, truth
 
 
 def test_halves_and_resamples_keep_every_user():
@@ -76,7 +142,7 @@ def test_halves_and_resamples_keep_every_user():
 
 @pytest.mark.parametrize('kind', pooling.POOLING)
 def test_every_pooling_recovers_the_scores_with_honest_errors(kind):
-  table, truth = big_table(np.random.default_rng(3))
+  table, truth, preference = big_table(np.random.default_rng(3))
   found = pooling.from_votes(table, pooling=kind, rank=4)
   p = found.preference
   np.testing.assert_allclose(p + p.swapaxes(1, 2), 1)
@@ -84,11 +150,52 @@ def test_every_pooling_recovers_the_scores_with_honest_errors(kind):
   z = (found.b - truth) / found.b_std
   assert np.abs(found.b - truth).mean() < 0.04
   assert 0.5 < np.sqrt((z**2).mean()) < 1.6
+  # The matrix's own errors: of the right size too.
+  assert (np.diagonal(found.preference_std, axis1=1, axis2=2) == 0).all()
+  i, j = np.triu_indices(5, 1)
+  z = (p - preference)[:, i, j] / found.preference_std[:, i, j]
+  assert 0.5 < np.sqrt((z**2).mean()) < 1.6
+
+
+@pytest.mark.parametrize('spread', [0.0, 0.5])
+def test_errors_are_honest_where_votes_are_few(spread):
+  # Four users with 25 votes each: most of the error is the population's.
+  found = []
+  for seed in range(25):
+    table, truth, _ = big_table(np.random.default_rng(seed), 4, 5, 25, spread)
+    fit = pooling.from_votes(table)
+    found.append((fit.b - truth) / fit.b_std)
+  assert 0.7 < np.sqrt(np.mean(np.square(found))) < 1.4
+
+
+def test_the_strength_of_tastes_follows_their_spread():
+  rng = np.random.default_rng(8)
+  same = votes.read_votes(big_table(rng, 40, 5, 60, 0.1)[0])
+  own = votes.read_votes(big_table(rng, 40, 5, 60, 1.0)[0])
+  low, high = (
+    pooling.choose_strength(votes.tally_table(x), 'hierarchical')
+    for x in (own, same)
+  )
+  # The precision of normal(0, 1) tastes is one.
+  assert 0.5 <= low <= 2
+  assert high >= 16
+  with pytest.raises(ValueError, match='choose one of'):
+    pooling.choose_strength(votes.tally_table(own), 'none')
+
+
+def test_groups_that_nobody_compared_are_refused():
+  table = {
+    'user': ['u', 'v'], 'left': ['a', 'c'], 'right': ['b', 'd'],
+    'winner': ['left', 'left'],
+  }  # fmt: skip
+  for kind in pooling.POOLING:
+    with pytest.raises(ValueError, match=r"\['a', 'b'\] and \['c', 'd'\]"):
+      pooling.from_votes(table, pooling=kind)
 
 
 def test_pooling_helps_where_votes_are_few():
   rng = np.random.default_rng(4)
-  table, truth = big_table(rng, users=30, arms=6, each=30)
+  table, truth, _ = big_table(rng, users=30, arms=6, each=30)
   error = {}
   for kind in ('pairs', 'hierarchical'):
     found = pooling.from_votes(table, pooling=kind)
@@ -101,15 +208,15 @@ def test_pooling_helps_where_votes_are_few():
 
 def test_raw_rates_need_every_pair_and_every_user():
   with pytest.raises(ValueError, match='never compared'):
-    pooling.from_votes(TABLE, pooling='none')
-  tally = votes.tally_table(votes.read_votes(TABLE))
-  tally.counts[1] = 0
+    pooling.from_votes(TABLE, 'half', 'none')
+  tally = votes.tally_table(votes.read_votes(TABLE, 'half'))
+  tally.counts[1] = tally.wins[1] = 0
   with pytest.raises(ValueError, match='user 1 has no votes'):
     pooling.pool_users(tally)
   with pytest.raises(ValueError, match='strength'):
-    pooling.from_votes(TABLE, strength=-1.0)
+    pooling.from_votes(TABLE, 'half', strength=-1.0)
   with pytest.raises(ValueError, match='rank'):
-    pooling.from_votes(TABLE, rank=9)
+    pooling.from_votes(TABLE, 'half', rank=9)
 
 
 def test_strength_of_shrinkage_follows_the_spread_of_the_users():
@@ -163,3 +270,25 @@ def test_effective_votes_have_the_variance_of_the_statistic():
   np.testing.assert_allclose(rate.mean(), 0.5, atol=0.01)
   want = (1 / (4 * counts[:, 0, 1])).mean()
   np.testing.assert_allclose(rate.var(), want, rtol=0.1)
+
+
+def test_raw_errors_do_not_vanish_with_one_vote():
+  table = {'user': ['u'], 'left': ['a'], 'right': ['b'], 'winner': ['left']}
+  found = pooling.from_votes(table, pooling='none')
+  np.testing.assert_allclose(found.preference[0], [[0.5, 1], [0, 0.5]])
+  # Jeffreys' posterior is Beta(3/2, 1/2): variance 1/16.
+  np.testing.assert_allclose(found.preference_std[0, 0, 1], 0.25)
+
+
+@pytest.mark.parametrize(
+  ('wins', 'counts', 'message'),
+  [
+    (np.ones((1, 2, 2)), np.ones((1, 2, 2)), 'must be the count'),
+    (np.zeros((2, 2)), np.zeros((2, 2)), 'must be'),
+    (np.zeros((1, 2, 2)), np.full((1, 2, 2), np.nan), 'finite'),
+    (np.zeros((1, 2, 2)), np.full((1, 2, 2), -1.0), 'finite'),
+  ],
+)
+def test_what_is_no_tally_is_refused(wins, counts, message):
+  with pytest.raises(ValueError, match=message):
+    pooling.pool_users((wins, counts))

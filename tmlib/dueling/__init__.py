@@ -16,7 +16,7 @@ from tmlib.dueling.elimination import (
 )
 from tmlib.dueling.envs import Duel, DuelingEnv, duel, make_env
 from tmlib.dueling.etc import EtcResult, fair_etc
-from tmlib.dueling.glm import GlmEnv, glm_env, glm_mle, link_mean
+from tmlib.dueling.glm import GlmEnv, GlmFit, glm_env, glm_mle, link_mean
 from tmlib.dueling.glm_etc import GlmEtcResult, fair_glm_etc
 from tmlib.dueling.greedy import GreedyResult, fair_eps_greedy
 from tmlib.dueling.instances import (
@@ -32,8 +32,10 @@ from tmlib.dueling.nsw import Solution, maximize_welfare, solve_nsw
 from tmlib.dueling.planning import Plan, plan, preference_from_scores
 from tmlib.dueling.policies import POLICIES
 from tmlib.dueling.pooling import (
+  Pooled,
   VotePreferences,
   beta_strength,
+  choose_strength,
   from_votes,
   pool_users,
 )
@@ -53,6 +55,7 @@ from tmlib.dueling.votes import (
   split_votes,
   tally_ratings,
   tally_table,
+  trim_votes,
 )
 from tmlib.dueling.welfare import KINDS, nash_welfare, user_utility
 
@@ -69,8 +72,10 @@ __all__ = [
   'Exponent',
   'GlmEnv',
   'GlmEtcResult',
+  'GlmFit',
   'GreedyResult',
   'Plan',
+  'Pooled',
   'Regret',
   'SimulationState',
   'Solution',
@@ -82,6 +87,7 @@ __all__ = [
   'bootstrap_votes',
   'borda_estimate',
   'borda_scores',
+  'choose_strength',
   'cyclic_instance',
   'duel',
   'easy_instance',
@@ -117,6 +123,7 @@ __all__ = [
   'tally_ratings',
   'tally_table',
   'tally_votes',
+  'trim_votes',
   'upper_bound',
   'user_utility',
 ]

@@ -2,7 +2,8 @@ r"""Borda scores and their two estimators.
 
 b_u(i) = 1/(K-1) sum_{j != i} P^u_ij, hence mean_i b_u(i) = 1/2 for every user.
 
-balanced: every pair was compared, n_ij times (fixed in advance):
+balanced: every pair was compared, n_ij times, whatever was answered before
+  (numbers that depend on the answers bias the rates):
   b^_u(i) = 1/(K-1) sum_{j != i} wins_ij / n_ij, and by Hoeffding
   |b^ - b| <= sqrt(L/2 sum_{j != i} 1/n_ij) / (K-1), L = log(2 N K / delta);
   with tau duels spread evenly, sqrt(K L / (4 tau)).
@@ -211,6 +212,21 @@ def borda_estimate(
     p, o = np.asarray(pairs), np.asarray(outcomes, np.float64)
     if p.size == 0:
       raise ValueError('pairs is empty; at least one duel is needed')
+    if p.ndim != 2 or p.shape[1] != 2 or o.ndim != 2 or len(o) != len(p):
+      raise ValueError(
+        f'pairs {p.shape} and outcomes {o.shape} must be [T, 2] and [T, N] '
+        '(one user: outcomes[:, None])'
+      )
+    if not np.issubdtype(p.dtype, np.integer):
+      raise ValueError(
+        f'pairs has dtype {p.dtype}; arms are numbered by integers in [0, '
+        f'{num_arms}): use pairs.astype(int)'
+      )
+    if answered is not None and np.shape(answered) != o.shape:
+      raise ValueError(
+        f'answered has shape {np.shape(answered)}; it must match outcomes, '
+        f'{o.shape}'
+      )
     if p.min() < 0 or p.max() >= num_arms:
       raise ValueError(
         f'pairs has arms in [{p.min()}, {p.max()}]; allowed: [0, {num_arms})'

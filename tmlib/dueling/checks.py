@@ -15,8 +15,12 @@ __all__ = [
   'check_positive',
   'check_preference',
   'check_probability',
+  'check_rounds',
   'concrete',
 ]
+
+# Rounds are counted in int32.
+MOST_ROUNDS = 2**31 - 1
 
 
 def concrete(*arrays: Any) -> bool:
@@ -40,6 +44,17 @@ def check_probability(name: str, value: Any) -> None:
   """Raises ValueError unless the number `value` lies strictly in (0, 1)."""
   if concrete(value) and not 0 < value < 1:
     raise ValueError(f'{name}={value} must lie strictly between 0 and 1')
+
+
+def check_rounds(name: str, value: Any) -> None:
+  """Raises ValueError unless `value` is a whole number in [1, 2^31)."""
+  if not concrete(value):
+    return
+  if np.ndim(value) or not 1 <= value <= MOST_ROUNDS or value != int(value):
+    raise ValueError(
+      f'{name}={value} must be a whole number in [1, 2^31 - 1] (rounds are '
+      'counted in int32)'
+    )
 
 
 def check_preference(preference: Any, tol: float = 1e-5) -> None:

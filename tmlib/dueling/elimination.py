@@ -256,4 +256,4 @@ def fair_elimination(
   delta = 1 / horizon if delta is None else delta
   checks.check_probability('delta', delta)
   phases = num_phases(tau, pairs) + 2
-  return simulate_elimination(key, env, tau, horizon, delta, phases, kind)
+  return simulate_elimination(key, env, tau, int(horizon), delta, phases, kind)

@@ -9,6 +9,7 @@ Axes: N users, K arms, P pairs.
 """
 
 import functools
+import math
 import warnings
 from typing import Any, NamedTuple
 
@@ -148,17 +149,20 @@ def settle_tau(tau: int, horizon: int, least: int, name: str) -> int:
     The rounds to use.
 
   Raises:
-    ValueError: the horizon is below `least`.
+    ValueError: the horizon is below `least` or not a number of rounds.
 
   Warns:
     UserWarning: tau was changed.
   """
+  checks.check_rounds('horizon', horizon)
+  if not math.isfinite(tau):
+    raise ValueError(f'tau={tau} must be a number of rounds')
   if horizon < least:
     raise ValueError(
       f'horizon={horizon} is shorter than the {least} rounds that {name} needs;'
       ' raise the horizon or drop arms'
     )
-  settled = min(max(int(tau), least), horizon)
+  settled = int(min(max(int(tau), least), horizon))
   if settled != tau:
     warnings.warn(
       f'tau={tau} was clamped to {settled} (allowed: [{least}, horizon='
@@ -184,7 +188,7 @@ def fair_etc(
   Args:
     key: PRNG key; consumed.
     env: `envs.DuelingEnv` or `glm.GlmEnv` (used through its preferences).
-    horizon: T.
+    horizon: T, below 2^31.
     tau: exploration rounds; None: `theory.etc_tau`.
     kind: one of `welfare.KINDS`.
     delta: failure probability of the radii; None: 1/T.
@@ -211,7 +215,8 @@ def fair_etc(
     tau = theory.etc_tau(
       arms, users, horizon, delta, kind, feedback=env.feedback
     )
-    tau = max(tau, min(pairs, horizon))
+    least = sampling.meeting_rounds(arms, users, env.feedback)
+    tau = max(tau, min(least, horizon))
   if design is None:
     design = 'balanced' if tau >= pairs else 'iid'
   checks.check_choice('design', design, borda.DESIGNS)
@@ -219,7 +224,7 @@ def fair_etc(
   tau = settle_tau(tau, horizon, least, f"design='{design}'")
   delta = 1 / horizon if delta is None else delta
   checks.check_probability('delta', delta)
-  result = simulate_etc(key, env, tau, horizon, delta, kind, design, rule)
+  result = simulate_etc(key, env, tau, int(horizon), delta, kind, design, rule)
   if checks.concrete(*jax.tree.leaves(result)):
     lost = ~np.isfinite(np.asarray(result.b_hat)).all(1)
     lost |= ~np.isfinite(np.asarray(result.radius)).all(1)

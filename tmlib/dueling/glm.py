@@ -8,13 +8,16 @@ P^u_ij = mu(<phi_ij, theta_u>), phi_ij = -phi_ji, mu(-x) = 1 - mu(x).
 The estimator maximises the ridge quasi-likelihood
   sum_m wins_m x_m - counts_m A(x_m) - l2/2 |theta|^2,  x_m = <phi_m, theta>,
 with A' = mu: maximum likelihood for the logistic link, least squares for the
-linear one. It is concave; Newton with step halving.
+linear one. It is concave; Newton with step halving. With g the gradient and H
+the negative Hessian at the returned theta, sqrt(g^T H^-1 g) (the Newton
+decrement) is the distance to the optimum in standard errors.
 
 Axes: N users, K arms, D features, M distinct pairs.
 """
 
+import functools
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import flax.struct
@@ -27,6 +30,7 @@ from tmlib.dueling import checks, envs
 __all__ = [
   'LINKS',
   'GlmEnv',
+  'GlmFit',
   'as_tabular',
   'curvature',
   'glm_env',
@@ -71,6 +75,18 @@ class GlmEnv(flax.struct.PyTreeNode):
     """[N, K, K], the preference matrices that the features imply."""
     x = jnp.einsum('ijd,nd->nij', self.phi, self.theta)
     return link_mean(x, self.link)
+
+
+class GlmFit(NamedTuple):
+  """Estimated tastes.
+
+  Attributes:
+    theta: [N, D].
+    residual: [N], Newton decrement at theta; far below one when converged.
+  """
+
+  theta: jax.Array
+  residual: jax.Array
 
 
 def link_mean(x: jax.Array, link: str) -> jax.Array:
@@ -221,7 +237,7 @@ def glm_mle(
   l2: float | jax.Array = 1.0,
   steps: int = 30,
   offset: jax.Array | None = None,
-) -> jax.Array:
+) -> GlmFit:
   """Ridge (quasi-)maximum likelihood per user, by damped Newton steps.
 
   Args:
@@ -235,17 +251,26 @@ def glm_mle(
       the offset, theta is a user's deviation from it.
 
   Returns:
-    theta [N, D].
+    theta [N, D] and the residual [N]. A user who was never asked keeps zero.
 
   Raises:
-    ValueError: an unknown link or l2 <= 0.
+    ValueError: an unknown link, l2 <= 0, or wins outside [0, counts].
   """
   checks.check_choice('link', link, LINKS)
   checks.check_positive('l2', l2)
+  if checks.concrete(wins, counts):
+    won, met = np.asarray(wins), np.asarray(counts)
+    if not (np.isfinite(met) & (won >= 0) & (won <= met)).all():
+      raise ValueError('wins must lie in [0, counts] and not be NaN')
   chex.assert_rank([phi, wins, counts], 2)
   chex.assert_equal_shape([wins, counts])
-  dim = phi.shape[1]
   offset = jnp.zeros(len(phi), phi.dtype) if offset is None else offset
+  return _newton(phi, wins, counts, link, l2, steps, offset)
+
+
+@functools.partial(jax.jit, static_argnames=('link', 'steps'))
+def _newton(phi, wins, counts, link, l2, steps, offset):
+  dim = phi.shape[1]
   halvings = 0.5 ** jnp.arange(_HALVINGS, dtype=phi.dtype)
 
   def one_user(won, met):
@@ -257,19 +282,24 @@ def glm_mle(
     def mean(x):
       return 0.5 + x if link == 'linear' else link_mean(x, link)
 
-    def body(_, theta):
+    def newton(theta):
       x = phi @ theta + offset
       slope = phi.T @ (won - met * mean(x)) - l2 * theta
       weight = met * _link_slope(x, link)
       hessian = phi.T @ (weight[:, None] * phi)
       hessian += l2 * jnp.eye(dim, dtype=phi.dtype)
-      step = jnp.linalg.solve(hessian, slope)
+      return slope, jnp.linalg.solve(hessian, slope)
+
+    def body(_, theta):
+      _, step = newton(theta)
       # Halving guards the first steps; at the optimum rounding decides, and
       # then the full step is as good as any.
       value = jax.vmap(lambda a: objective(theta + a * step))(halvings)
       size = halvings[jnp.nanargmax(value)]
       return theta + size * step
 
-    return jax.lax.fori_loop(0, steps, body, jnp.zeros(dim, phi.dtype))
+    theta = jax.lax.fori_loop(0, steps, body, jnp.zeros(dim, phi.dtype))
+    slope, step = newton(theta)
+    return theta, jnp.sqrt(jnp.maximum(slope @ step, 0))
 
-  return jax.vmap(one_user)(wins, counts)
+  return GlmFit(*jax.vmap(one_user)(wins, counts))

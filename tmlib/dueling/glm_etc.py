@@ -29,6 +29,7 @@ from tmlib.dueling import (
 __all__ = [
   'GlmEtcResult',
   'GlmPlan',
+  'design_pairs',
   'fair_glm_etc',
   'plan_design',
   'simulate_glm_etc',
@@ -54,7 +55,8 @@ class GlmEtcResult(NamedTuple):
 
   Attributes:
     pi: [K], the lottery that was committed to.
-    theta_hat: [N, D], estimated tastes.
+    theta_hat: [N, D], estimated tastes; NaN for a user who was never asked.
+    residual: [N], Newton decrement of the fit (see `glm.glm_mle`).
     b_hat: [N, K], plug-in scores.
     gap: [], solver's certificate for pi under b_hat.
     tau: [] int, exploration rounds.
@@ -64,6 +66,7 @@ class GlmEtcResult(NamedTuple):
 
   pi: jax.Array
   theta_hat: jax.Array
+  residual: jax.Array
   b_hat: jax.Array
   gap: jax.Array
   tau: jax.Array
@@ -85,12 +88,33 @@ def plan_design(phi: Any, tau: int, tol: float = 1e-2) -> GlmPlan:
   Raises:
     ValueError: tau below D, or features of rank below D.
   """
-  pairs, rows = glm.pair_rows(phi)
-  if tau < rows.shape[1]:
+  dim = np.shape(phi)[-1]
+  if tau < dim:
     raise ValueError(
-      f'tau={tau} is below D={rows.shape[1]}: theta cannot be identified; '
-      'raise tau'
+      f'tau={tau} is below D={dim}: theta cannot be identified; raise tau'
     )
+  pairs, weights, gap = design_pairs(phi, tol)
+  counts = design.round_design(weights, tau)
+  used = counts > 0
+  return GlmPlan(pairs[used], counts[used], gap)
+
+
+def design_pairs(
+  phi: Any, tol: float = 1e-2
+) -> tuple[np.ndarray, np.ndarray, float]:
+  """Optimal design over the pairs with distinct rows of phi.
+
+  Args:
+    phi: [K, K, D], antisymmetric.
+    tol: tolerance of the design's certificate.
+
+  Returns:
+    pairs [M, 2] with positive weight, weights [M] and the certificate.
+
+  Raises:
+    ValueError: features of rank below D.
+  """
+  pairs, rows = glm.pair_rows(phi)
   # A row and its negative inform alike: keep one pair of each.
   sign = np.where(rows[np.arange(len(rows)), np.abs(rows).argmax(1)] < 0, -1, 1)
   _, first = np.unique(
@@ -98,9 +122,8 @@ def plan_design(phi: Any, tau: int, tol: float = 1e-2) -> GlmPlan:
   )
   first = first[np.abs(rows[first]).max(1) > 0]
   best = design.optimal_design(rows[first].astype(np.float64), tol)
-  counts = design.round_design(best.weights, tau)
-  used = counts > 0
-  return GlmPlan(pairs[first][used], counts[used], float(best.gap))
+  used = best.weights > 1e-9
+  return pairs[first][used], best.weights[used], float(best.gap)
 
 
 @functools.partial(jax.jit, static_argnames=('kind',))
@@ -144,7 +167,11 @@ def simulate_glm_etc(
     met = jax.vmap(split, out_axes=1)(keys, counts).astype(counts.dtype)
   outcomes = 'independent' if env.feedback == 'one' else env.outcomes
   wins = sampling.sample_wins(win_key, preference[:, x, y], met, outcomes)
-  theta = glm.glm_mle(env.phi[x, y], wins, met.astype(b.dtype), env.link, l2)
+  theta, residual = glm.glm_mle(
+    env.phi[x, y], wins, met.astype(b.dtype), env.link, l2
+  )
+  # The ridge would pass off a user who was never asked as indifferent.
+  theta = jnp.where(met.sum(1, keepdims=True) > 0, theta, jnp.nan)
   p_hat = env.replace(theta=theta).preference
   b_hat = (p_hat.sum(-1) - 0.5) / (arms - 1)
   solution = nsw.maximize_welfare(b_hat, kind)
@@ -155,7 +182,7 @@ def simulate_glm_etc(
     lambda c: counts.astype(b.dtype) @ c + (horizon - tau) * commit, price
   )
   return GlmEtcResult(
-    solution.pi, theta, b_hat, solution.gap, tau, commit, total
+    solution.pi, theta, residual, b_hat, solution.gap, tau, commit, total
   )
 
 
@@ -173,7 +200,7 @@ def fair_glm_etc(
   Args:
     key: PRNG key; consumed.
     env: generalized-linear environment (concrete features).
-    horizon: T.
+    horizon: T, below 2^31.
     tau: exploration rounds; None: `theory.etc_tau` with D and kappa.
     kind: one of `welfare.KINDS`.
     l2: ridge weight, > 0.
@@ -183,7 +210,7 @@ def fair_glm_etc(
 
   Raises:
     ValueError: an unknown kind, tau or horizon below D, rank-deficient
-      features, l2 <= 0.
+      features, l2 <= 0, or (feedback 'one') a user who was never asked.
 
   Warns:
     UserWarning: tau was clamped.
@@ -206,12 +233,20 @@ def fair_glm_etc(
     tau = max(tau, min(dim, horizon))
   tau = etc.settle_tau(tau, horizon, dim, 'a design of full rank')
   plan = plan_design(env.phi, tau)
-  return simulate_glm_etc(
+  result = simulate_glm_etc(
     key,
     env,
     jnp.asarray(plan.pairs),
     jnp.asarray(plan.counts),
-    horizon,
+    int(horizon),
     l2,
     kind,
   )
+  if checks.concrete(*jax.tree.leaves(result)):
+    lost = ~np.isfinite(np.asarray(result.theta_hat)).all(1)
+    if lost.any():
+      raise ValueError(
+        f'user {int(lost.argmax())} was never asked (feedback='
+        f'{env.feedback!r}, tau={tau}); raise tau'
+      )
+  return result

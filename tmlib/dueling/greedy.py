@@ -84,13 +84,13 @@ def greedy_epochs(
 ) -> Epochs:
   """Epochs and their exploration probabilities.
 
-  The first epoch explores one full round-robin (times N with one answering
-  user a round, twice over, so that every user is likely to be through).
+  The first epoch explores until every user has met every pair
+  (`sampling.meeting_rounds`).
 
   Args:
     num_arms: K.
     num_users: N.
-    horizon: T.
+    horizon: T, below 2^31.
     kind: one of `welfare.KINDS`.
     scale: factor on the exploration probabilities, > 0.
     feedback: 'all' or 'one'.
@@ -99,11 +99,11 @@ def greedy_epochs(
     The schedule.
 
   Raises:
-    ValueError: a horizon below the first epoch.
+    ValueError: a horizon below the first epoch or from 2^31 on.
   """
+  checks.check_rounds('horizon', horizon)
   checks.check_positive('scale', scale)
-  pairs = num_arms * (num_arms - 1) // 2
-  first = pairs * (3 * num_users + 10 if feedback == 'one' else 1)
+  first = sampling.meeting_rounds(num_arms, num_users, feedback)
   if horizon < first:
     raise ValueError(
       f'horizon={horizon} is shorter than the first {first} rounds, which meet '

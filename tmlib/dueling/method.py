@@ -97,10 +97,11 @@ def _draw_arm(uniform: jax.Array, cumulative: jax.Array) -> jax.Array:
   return (uniform * cumulative[-1] >= cumulative[:-1]).sum()
 
 
-def _num_words(env: envs.DuelingEnv, policy: policies.Policy) -> int:
+def _num_words(game: '_Game') -> int:
   """Random words of a round: answers, both lottery draws, coin, user."""
+  env = game.env
   answers = env.num_users if env.outcomes == 'independent' else 1
-  return answers + 1 + policy.tosses + (env.feedback == 'one')
+  return answers + 1 + game.policy.tosses + (env.feedback == 'one')
 
 
 def _unit(words: jax.Array, bits: int = 32) -> jax.Array:
@@ -110,9 +111,9 @@ def _unit(words: jax.Array, bits: int = 32) -> jax.Array:
   return x.astype(jnp.result_type(float)) * 2.0**-kept
 
 
-def _round(words, step, view, commitment, *, env, policy, losses, index, p):
+def _round(game, words, step, view, commitment):
   """One round of one simulation: its counts and the losses of both sides."""
-  users = env.num_users
+  env, policy, users = game.env, game.policy, game.env.num_users
   # Two lottery draws share a word: 16 bits each, for arms that teach nothing.
   draws, words = words[0], words[1:]
   coin = user = jnp.int32(0)
@@ -125,25 +126,26 @@ def _round(words, step, view, commitment, *, env, policy, losses, index, p):
   drawn = lambda x: _draw_arm(_unit(x, 16), commitment.cumulative)
   left = jnp.where(choice.left_explores, choice.left, drawn(draws))
   right = jnp.where(choice.right_explores, choice.right, drawn(draws >> 16))
-  won = (_unit(words) < p[left, right]).astype(view.wins.dtype)
+  won = (_unit(words) < game.p[left, right]).astype(jnp.int32)
   # Only rounds with a free opponent teach Borda scores.
   learns = choice.right_explores & (left != right)
   first = jnp.where(left < right, won, 1 - won)
-  weight = learns.astype(view.wins.dtype)
+  weight = learns.astype(jnp.int32)
   if env.feedback == 'one':
     weight = weight * (jnp.arange(users) == user)
   else:
     weight = weight[None]
   # One-hot adds: a scatter per simulation would be a serial loop on a CPU.
-  hit = (jnp.arange(view.wins.shape[0]) == index[left, right])[:, None]
+  hit = jnp.arange(view.wins.shape[0]) == game.index[left, right]
   view = view._replace(
-    wins=view.wins + hit * (weight * first)[None],
-    counts=view.counts + hit * weight[None],
-    answers=view.answers + weight.astype(jnp.int32),
+    wins=view.wins + hit[:, None] * (weight * first)[None],
+    counts=view.counts + hit[:, None] * weight[None],
+    answers=view.answers + weight,
   )
   committed = commitment.loss
-  left_loss = jnp.where(choice.left_explores, losses.arm[left], committed)
-  right_loss = jnp.where(choice.right_explores, losses.arm[right], committed)
+  charge = game.losses.arm
+  left_loss = jnp.where(choice.left_explores, charge[left], committed)
+  right_loss = jnp.where(choice.right_explores, charge[right], committed)
   return view, regret.round_regret(left_loss, right_loss)
 
 
@@ -160,7 +162,9 @@ def bandit_method(
 ) -> Build:
   """A dueling bandit algorithm for the loop; steps = rounds.
 
-  `evaluate` returns per simulation, by `batch['id']`: pair_regret, weak_regret,
+  The metrics are means of the cumulative regret and the loss per round of the
+  lottery, with standard deviations over the simulations (`_sd`). `evaluate`
+  returns per simulation, by `batch['id']`: pair_regret, weak_regret,
   strong_regret, final_loss and the lottery.
 
   Args:
@@ -187,102 +191,126 @@ def bandit_method(
   if isinstance(env, glm.GlmEnv):
     env = glm.as_tabular(env)
   regret_kind = kind if regret_kind is None else regret_kind
-  return lambda axis_name: _method(env, chosen, simulations, regret_kind)
+
+  def build(axis_name: str | None) -> Method:
+    del axis_name
+    game = _game(env, chosen, regret_kind)
+    return Method(
+      lambda key, batch=None: _start(game, simulations, key),
+      lambda state, batch=None: _advance(game, state),
+      _look_up,
+    )
+
+  return build
 
 
-def _method(
-  env: envs.DuelingEnv, policy: policies.Policy, simulations: int, kind: str
-) -> Method:
-  users, arms = env.num_users, env.num_arms
-  pairs = arms * (arms - 1) // 2
+class _Game(NamedTuple):
+  """Everything about an instance and a policy that no round changes.
+
+  Attributes:
+    env: tabular environment.
+    policy: what is played.
+    kind: welfare that regret is counted in.
+    losses: of the instance.
+    index: [K, K] int32, see `policies.pair_index`.
+    p: [K, K, N], preferences, users last.
+  """
+
+  env: envs.DuelingEnv
+  policy: policies.Policy
+  kind: str
+  losses: regret.Losses
+  index: jax.Array
+  p: jax.Array
+
+
+def _game(env: envs.DuelingEnv, policy: policies.Policy, kind: str) -> _Game:
+  arms = env.num_arms
   b = (env.preference.sum(-1) - 0.5) / (arms - 1)
   losses = regret.instance_losses(b, kind)
-  index = policies.pair_index(arms)
   p = env.preference.transpose(1, 2, 0)
-  sims = jnp.arange(simulations)
-  width = _num_words(env, policy)
+  return _Game(env, policy, kind, losses, policies.pair_index(arms), p)
 
-  def commit(lottery):
-    loss = losses.best - welfare.nash_welfare(lottery, b[None], kind)
-    # A triangular product: a cumulative sum of short rows is slow on a CPU.
-    running = lottery @ jnp.triu(jnp.ones((arms, arms), lottery.dtype))
-    return Commitment(running, loss)
 
-  def init(key: jax.Array, batch: Batch | None = None) -> SimulationState:
-    del batch
-    keys = jax.vmap(lambda m: jax.random.fold_in(key, m))(sims)
-    lottery, memory = jax.vmap(policy.start)(keys)
-    columns = users if env.feedback == 'one' else 1
-    zeros = lambda *shape: jnp.zeros((simulations, *shape))
-    view = policies.View(
-      zeros(pairs, users),
-      zeros(pairs, columns),
-      jnp.zeros((simulations, columns), jnp.int32),
-      lottery,
-      jnp.ones((simulations, arms), bool),
-      memory,
-    )
-    nothing = lambda: regret.Regret(zeros(), zeros(), zeros())
-    return SimulationState(
-      key, jnp.int32(0), view, commit(lottery), nothing(), nothing()
-    )
+def _commit(game: _Game, lottery: jax.Array) -> Commitment:
+  """What follows from the lotteries [M, K]."""
+  arms = game.env.num_arms
+  b = (game.env.preference.sum(-1) - 0.5) / (arms - 1)
+  value = welfare.nash_welfare(lottery, b[None], game.kind)
+  # A triangular product: a cumulative sum of short rows is slow on a CPU.
+  running = lottery @ jnp.triu(jnp.ones((arms, arms), lottery.dtype))
+  return Commitment(running, game.losses.best - value)
 
-  def play_round(words, step, view, commitment):
-    return _round(
-      words,
-      step,
-      view,
-      commitment,
-      env=env,
-      policy=policy,
-      losses=losses,
-      index=index,
-      p=p,
-    )
 
-  def update(
-    state: SimulationState, batch: Batch | None = None
-  ) -> tuple[SimulationState, Metrics]:
-    del batch
-    key = jax.random.fold_in(state.key, state.step)
-    words = jax.random.bits(key, (simulations, width))
-    view, lost = jax.vmap(play_round, (0, None, 0, 0))(
-      words, state.step, state.view, state.commitment
-    )
-    step = state.step + 1
-    due = jax.vmap(lambda v: policy.due(step, v))(view)
-    view, commitment = _lazily(
-      due, policy.decide, commit, view, state.commitment
-    )
-    added = jax.tree.map(_add, state.regret, state.carry, lost)
-    total = regret.Regret(*(x[0] for x in added))
-    carry = regret.Regret(*(x[1] for x in added))
-    state = SimulationState(state.key, step, view, commitment, total, carry)
-    metrics = {
-      f'{name}_regret': getattr(total, name).mean() for name in total._fields
-    }
-    return state, metrics | {'lottery_loss': commitment.loss.mean()}
+def _start(game: _Game, simulations: int, key: jax.Array) -> SimulationState:
+  """The state before the first round."""
+  users, arms = game.env.num_users, game.env.num_arms
+  pairs = arms * (arms - 1) // 2
+  fold = jax.vmap(lambda m: jax.random.fold_in(key, m))
+  lottery, memory = jax.vmap(game.policy.start)(fold(jnp.arange(simulations)))
+  columns = users if game.env.feedback == 'one' else 1
+  whole = lambda *shape: jnp.zeros((simulations, *shape), jnp.int32)
+  nothing = lambda: Regret(*(jnp.zeros(simulations) for _ in Regret._fields))
+  view = policies.View(
+    whole(pairs, users),
+    whole(pairs, columns),
+    whole(columns),
+    lottery,
+    jnp.ones((simulations, arms), bool),
+    memory,
+  )
+  commitment = _commit(game, lottery)
+  return SimulationState(
+    key, jnp.int32(0), view, commitment, nothing(), nothing()
+  )
 
-  def evaluate(state: SimulationState, batch: Batch | None) -> Evaluation:
-    if batch is None:
-      raise ValueError('evaluate needs a batch with the ids of simulations')
-    chosen = batch['id']
-    outputs = {
-      f'{name}_regret': getattr(state.regret, name)[chosen]
-      for name in state.regret._fields
-    }
-    outputs['final_loss'] = state.commitment.loss[chosen]
-    outputs['lottery'] = state.view.lottery[chosen]
-    outputs['id'] = chosen
-    weight = batch['weight']
-    sums = {
-      name: (jnp.where(weight > 0, x, 0).sum(), weight.sum())
-      for name, x in outputs.items()
-      if x.ndim == 1 and name != 'id'
-    }
-    return {'sums': sums, 'outputs': outputs}
 
-  return Method(init, update, evaluate)
+def _advance(
+  game: _Game, state: SimulationState
+) -> tuple[SimulationState, Metrics]:
+  """One round of every simulation."""
+  key = jax.random.fold_in(state.key, state.step)
+  simulations = state.view.lottery.shape[0]
+  words = jax.random.bits(key, (simulations, _num_words(game)))
+  view, lost = jax.vmap(lambda w, v, c: _round(game, w, state.step, v, c))(
+    words, state.view, state.commitment
+  )
+  step = state.step + 1
+  due = jax.vmap(lambda v: game.policy.due(step, v))(view)
+  view, commitment = _lazily(
+    due,
+    game.policy.decide,
+    lambda lottery: _commit(game, lottery),
+    view,
+    state.commitment,
+  )
+  added = jax.tree.map(_add, state.regret, state.carry, lost)
+  total = Regret(*(x[0] for x in added))
+  carry = Regret(*(x[1] for x in added))
+  metrics = {'lottery_loss': commitment.loss.mean()}
+  for name, sums in total._asdict().items():
+    metrics[f'{name}_regret'] = sums.mean()
+    metrics[f'{name}_regret_sd'] = sums.std()
+  new = SimulationState(state.key, step, view, commitment, total, carry)
+  return new, metrics
+
+
+def _look_up(state: SimulationState, batch: Batch | None) -> Evaluation:
+  """Results of the simulations that a batch names."""
+  if batch is None:
+    raise ValueError('evaluate needs a batch with the ids of simulations')
+  chosen, weight = batch['id'], batch['weight']
+  outputs = {
+    f'{name}_regret': getattr(state.regret, name)[chosen]
+    for name in state.regret._fields
+  }
+  outputs['final_loss'] = state.commitment.loss[chosen]
+  sums = {
+    name: (jnp.where(weight > 0, x, 0).sum(), weight.sum())
+    for name, x in outputs.items()
+  }
+  outputs |= {'lottery': state.view.lottery[chosen], 'id': chosen}
+  return {'sums': sums, 'outputs': outputs}
 
 
 def play(

@@ -166,7 +166,8 @@ def maximize_welfare(
     pi = jax.nn.one_hot(b.mean(0).argmax(), arms, dtype=b.dtype)
     raised = b if kind == 'utilitarian' else jnp.maximum(b, FLOOR)
     value = welfare.nash_welfare(pi, raised, kind)
-    return Solution(pi, value, jnp.zeros_like(value))
+    # The arm is exact; the value is as good as its own rounding.
+    return Solution(pi, value, 8 * eps * jnp.abs(value))
   if tol is None:
     tol = 1e-10 if eps < 1e-10 else 2e-6
   if max_steps is None:
@@ -213,13 +214,17 @@ def solve_nsw(
     raise ValueError(f'b has shape {shape}; expected [N >= 1, K >= 1]')
   if checks.concrete(b):
     values = np.asarray(b)
+    if values.dtype.kind not in 'biuf':
+      raise ValueError(f'b has dtype {values.dtype}; expected numbers')
     if not np.isfinite(values).all():
       user, arm = np.argwhere(~np.isfinite(values))[0]
       raise ValueError(
         f'b[{user}, {arm}] = {values[user, arm]} must be finite; a user '
         'without votes has no score: drop or pool such users first'
       )
-    if kind in welfare.NASH and (values.max(1) <= 0).any():
+    # Numbers below `tiny` are flushed to zero by the compiled code.
+    tiny = np.finfo(values.dtype).tiny if values.dtype.kind == 'f' else 0
+    if kind in welfare.NASH and (values.max(1) <= tiny).any():
       user = int(values.max(1).argmin())
       raise ValueError(
         f'user {user} has no positive score (max {values[user].max():.3g}), so '
@@ -233,4 +238,5 @@ def solve_nsw(
     # Back to NumPy: float64 jax arrays lose their precision in the next
     # operation outside the context.
     return Solution(*map(np.asarray, found))
+  b = b.astype(jnp.result_type(b, float)) if b.dtype.kind in 'biu' else b
   return maximize_welfare(b, kind, tol, max_steps)

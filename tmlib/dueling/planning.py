@@ -2,10 +2,10 @@ r"""How much exploration does a new item set need?
 
 Given a guess b0 of the scores (from a pilot, or of a similar item set):
   certified: tau with c eps(tau) <= eps for the worst instance (`theory`);
-  simulated: the smallest tau at which the welfare lost by committing stays
-  below eps in all but a share delta of simulated runs on users who score like
-  b0: P_ij = 1/2 + (b_i - b_j) (K - 1) / K, clipped, has these very Borda
-  scores.
+  simulated: the first of tau, 2 tau, 4 tau.. at which the welfare lost by
+  committing stays below eps in all but a share delta of simulated runs on users
+  who score like b0: P_ij = 1/2 + (b_i - b_j) (K - 1) / K, clipped, has these
+  very Borda scores.
 
 The first is safe and large, the second is what such users would need.
 
@@ -19,9 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tmlib.dueling import checks, envs, etc, theory, welfare
+from tmlib.dueling import checks, envs, etc, sampling, theory, welfare
 
 __all__ = ['Plan', 'plan', 'preference_from_scores']
+
+MOST_SIMULATED = 2**30
 
 
 class Plan(NamedTuple):
@@ -30,7 +32,7 @@ class Plan(NamedTuple):
   Attributes:
     certified: enough for every instance, with probability 1 - delta.
     simulated: enough for users who score like b0; None if not even the largest
-      simulated tau was.
+      simulated tau (at most 2^30) was.
     taus: [X], simulated rounds.
     loss: [X], (1 - delta) quantile of the welfare lost at each.
   """
@@ -88,6 +90,8 @@ def plan(
   checks.check_choice('kind', kind, welfare.KINDS)
   checks.check_probability('eps', eps)
   checks.check_probability('delta', delta)
+  if runs < 1:
+    raise ValueError(f'runs={runs} must be at least 1')
   b0 = np.asarray(b0, np.float64)
   if b0.ndim != 2 or not np.isfinite(b0).all() or b0.min() < 0 or b0.max() > 1:
     raise ValueError('b0 must be [N, K], finite and in [0, 1]')
@@ -96,8 +100,8 @@ def plan(
   )
   users, arms = b0.shape
   certified = _certified(arms, users, eps, kind, delta, feedback)
-  pairs = arms * (arms - 1) // 2
-  first = pairs * (3 * users + 10 if feedback == 'one' else 1)
+  first = sampling.meeting_rounds(arms, users, feedback)
+  last = min(max(certified, first), MOST_SIMULATED)
   keys = jax.random.split(jax.random.key(seed), runs)
   simulate = jax.jit(
     jax.vmap(
@@ -107,27 +111,38 @@ def plan(
   )
   taus, losses = [], []
   tau = first
-  while tau <= max(certified, first):
+  while tau <= last:
     loss = np.asarray(simulate(keys, jnp.int32(tau)))
     taus.append(tau)
     losses.append(float(np.quantile(loss, 1 - delta)))
     if losses[-1] <= eps:
       break
     tau *= 2
-  enough = losses and losses[-1] <= eps
+  enough = losses[-1] <= eps
   return Plan(
     certified, taus[-1] if enough else None, np.array(taus), np.array(losses)
   )
 
 
 def _certified(arms, users, eps, kind, delta, feedback) -> int:
-  """Smallest tau whose bound on the commit loss is eps (and is valid)."""
-  low = theory.upper_bound(
-    arms, users, 2, kind, tau=1, delta=delta, feedback=feedback
-  )
-  # radius ~ tau^(-1/2): read its constant off at tau = 1.
-  loss = theory.commit_constant(kind, users)
-  tau = (loss * low.radius / eps) ** 2
+  """Smallest tau whose bound on the commit loss is eps (and is valid).
+
+  With one answer per round a user has tau / (2 N) of them but for probability
+  exp(-tau / (8 N)), by Chernoff's bound.
+  """
+  pairs = arms * (arms - 1) // 2
+  one = feedback == 'one'
+  # Half of delta for the radii, half for users who are asked too seldom.
+  radius = theory.upper_bound(
+    arms, users, 2, kind, tau=1, delta=delta / 2 if one else delta
+  ).radius
+  # radius ~ n^(-1/2) in the answers n of a user: its constant is that of n = 1.
+  answers = (theory.commit_constant(kind, users) * radius / eps) ** 2
   if kind in welfare.NASH and users > 1:
-    tau = max(tau, (4 * users * low.radius) ** 2)
-  return math.ceil(tau)
+    answers = max(answers, (4 * users * radius) ** 2)
+  # Whole round-robins, or the radius would be that of the rarest pair.
+  answers = pairs * math.ceil(answers / pairs)
+  if not one:
+    return answers
+  enough = math.ceil(8 * users * math.log(2 * users / delta))
+  return max(2 * users * answers, enough)

@@ -47,8 +47,10 @@ class View(NamedTuple):
   """What one simulation knows.
 
   Attributes:
-    wins: [P, N], wins of the first arm of each pair.
-    counts: [P, N or 1], duels of each pair (one column if all users answer).
+    wins: [P, N] int32, wins of the first arm of each pair. Whole numbers: a
+      float32 sum of ones stops at 2^24.
+    counts: [P, N or 1] int32, duels of each pair (one column if all users
+      answer).
     answers: [N or 1], sums of `counts` over pairs.
     lottery: [K], current commitment.
     active: [K] bool.
@@ -103,6 +105,10 @@ def _estimate(view: View, arms: int) -> jax.Array:
   rate = jnp.where(met > 0, view.wins / jnp.maximum(met, 1), 0.5)
   tally = sampling.tally_of_pairs(rate.T, jnp.ones_like(rate.T), arms)
   return tally.wins.sum(-1) / (arms - 1)
+
+
+def _as_float(x: jax.Array) -> jax.Array:
+  return x.astype(jnp.result_type(float))
 
 
 def _uniform_start(arms):
@@ -184,22 +190,19 @@ def _eps_greedy(env, horizon, tau, kind, delta, rule):
 
 def _elimination(env, horizon, tau, kind, delta, rule):
   del horizon, rule
-  elimination.check_elimination(env, kind)
   arms = env.num_arms
   i, j = regret.pair_order(arms)
   phases = elimination.num_phases(tau, len(i)) + 2
 
   def start(key):
     del key
-    dtype = jnp.result_type(float)
-    memory = {'goal': jnp.ones((), dtype), 'phase': jnp.zeros((), dtype)}
-    return _uniform(arms), memory
+    return _uniform(arms), {'goal': jnp.int32(1), 'phase': jnp.int32(0)}
 
   def playing(view):
     return view.active[i] | view.active[j]
 
   def lowest(view):
-    return jnp.where(playing(view), view.counts[:, 0], jnp.inf)
+    return jnp.where(playing(view), view.counts[:, 0], checks.MOST_ROUNDS)
 
   def unfinished(view):
     wanted = lowest(view).min() < view.memory['goal']
@@ -218,16 +221,16 @@ def _elimination(env, horizon, tau, kind, delta, rule):
 
   def decide(view):
     met = jnp.broadcast_to(view.counts, view.wins.shape)
-    tally = sampling.tally_of_pairs(view.wins.T, met.T, arms)
+    tally = sampling.tally_of_pairs(_as_float(view.wins.T), met.T, arms)
     b_hat, radius = borda.estimate_from_tally(tally, 'balanced', delta / phases)
     active, _ = elimination.eliminate(b_hat, radius, view.active, kind)
     pi = nsw.maximize_welfare(
       jnp.where(active[None], b_hat, nsw.FLOOR), kind
     ).pi
     phase = view.memory['phase'] + 1
-    share = jnp.floor((tau - view.answers[0]) / (active[i] | active[j]).sum())
+    share = (tau - view.answers[0]) // (active[i] | active[j]).sum()
     most = view.counts.max()
-    goal = jnp.round(elimination.GROWTH**phase)
+    goal = jnp.round(elimination.GROWTH ** _as_float(phase)).astype(jnp.int32)
     extra = jnp.minimum(jnp.maximum(goal - most, 1), share)
     go = (extra > 0) & (active.sum() > 1) & (phase < phases)
     memory = {'goal': jnp.where(go, most + extra, 0), 'phase': phase}
@@ -293,7 +296,8 @@ def _glm_etc(env, horizon, tau, kind, delta, rule):
 
   def decide(view):
     met = jnp.broadcast_to(view.counts, view.wins.shape)
-    theta = glm.glm_mle(env.phi[i, j], view.wins.T, met.T, env.link, 1e-3)
+    wins, met = _as_float(view.wins.T), _as_float(met.T)
+    theta = glm.glm_mle(env.phi[i, j], wins, met, env.link, 1e-3).theta
     p_hat = env.replace(theta=theta).preference
     b_hat = (p_hat.sum(-1) - 0.5) / (env.num_arms - 1)
     return nsw.maximize_welfare(b_hat, kind).pi, view.active, view.memory
@@ -329,7 +333,7 @@ def make_policy(
       'elimination', 'borda_ucb', 'glm_etc', 'uniform' (the uniform lottery) and
       'fixed' (a random arm for ever, no exploration).
     env: `envs.DuelingEnv`, or `glm.GlmEnv` for 'glm_etc'.
-    horizon: T.
+    horizon: T, below 2^31.
     tau: (most) exploration rounds; None: `theory.etc_tau`.
     kind: welfare of the lottery.
     delta: failure probability; None: 1/T.
@@ -341,8 +345,11 @@ def make_policy(
     ValueError: an unknown name, or an environment that the policy cannot use.
   """
   checks.check_choice('policy', name, POLICIES)
+  checks.check_rounds('horizon', horizon)
   arms = env.num_arms
   delta = 1 / horizon if delta is None else delta
+  if name == 'elimination':
+    elimination.check_elimination(env, kind)
   if name == 'uniform':
     return _static(_uniform_start(arms), arms)
   if name == 'fixed':
@@ -360,11 +367,9 @@ def make_policy(
       dim=env.theta.shape[1] if is_glm else None,
       kappa=max(float(glm.curvature(env)), 1e-3) if is_glm else 1.0,
     )
-  least = (
-    1
-    if name in ('glm_etc', 'borda_ucb', 'eps_greedy')
-    else (arms * (arms - 1) // 2)
-  )
+  least = 1
+  if name in ('etc', 'vote', 'elimination'):
+    least = sampling.meeting_rounds(arms, env.num_users, env.feedback)
   tau = etc.settle_tau(tau, horizon, least, f'policy {name!r}')
   builders = {
     'etc': _etc, 'vote': _etc, 'eps_greedy': _eps_greedy,

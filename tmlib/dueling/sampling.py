@@ -7,6 +7,8 @@ Axes: N users, K arms, P = K (K - 1) / 2 pairs in the order of
 `regret.pair_order`.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -14,11 +16,31 @@ from tmlib.dueling import borda, envs, regret
 
 __all__ = [
   'explore',
+  'meeting_rounds',
   'pair_preference',
   'round_robin_counts',
   'sample_wins',
   'tally_of_pairs',
 ]
+
+
+def meeting_rounds(arms: int, users: int, feedback: str) -> int:
+  """Rounds of round-robin until every user has met every pair.
+
+  Args:
+    arms: K.
+    users: N.
+    feedback: 'all' or 'one'. One answering user per round: until it holds but
+      for probability 1/1000 (a user has half of the expected m answers but for
+      probability exp(-m / 8)).
+
+  Returns:
+    The rounds.
+  """
+  pairs = arms * (arms - 1) // 2
+  if feedback == 'all' or users == 1:
+    return pairs
+  return users * max(2 * pairs, math.ceil(8 * math.log(1000 * users)))
 
 
 def pair_preference(env: envs.DuelingEnv) -> jax.Array:

@@ -28,21 +28,28 @@ link eps = sqrt(D L' / (2 tau)) / kappa, L' = log(2 N K^2 / delta); for the
 others this is the leading order.
 
 Lower bound, tabular. Hard family of `instances.hard_instance`, level 0.8,
-m = K/2 >= 8 good arms, eps <= 0.1; identical users, so G is the one score. With
-no hidden arm, a duel against a bad arm costs at least 1/10. Let n be their
-expected number. Some arm s has at most 3 n / m of them and at most 3/m of the
-played mass. Hiding s changes their law by KL <= 6.25 eps^2 c each; c = N for
-independent answers of all users, 1 for shared answers or one user a round.
-Pinsker: if n <= m / (600 eps^2 c), then s still gets at most 3/m + 1/8 <= 1/2
-of the mass and the regret is >= eps T / 4. Otherwise it is >= m / (6000 eps^2
-c). Equal at eps^3 = K / (3000 c T): R_T >= (1/4) (K / (3000 c))^(1/3) T^(2/3).
+m = floor(K/2) good arms (for K = 3: 2 good, 1 bad), eps <= 0.1; identical
+users, so G is the one score. With no hidden arm, a duel against a bad arm costs
+at least 1/10. Let n be their expected number. Hiding a good arm s raises its
+score by at least eps / 2 and changes the law of its duels against bad arms by
+KL <= 6.25 eps^2 c each; c = N for independent answers of all users, 1 for
+shared answers or one user a round. Every such duel has one good arm.
+  m >= 8: some s has at most 3 n / m of the duels and 3/m of the played mass. By
+  Pinsker, if n <= m / (600 eps^2 c), then s still gets at most 3/m + 1/8 <= 1/2
+  of the mass and the regret is >= eps T / 4; else it is >= m / (6000 eps^2 c).
+  Equal at eps^3 = m / (1500 c T): R_T >= (1/4) (m / (1500 c))^(1/3) T^(2/3).
+  m >= 2: some s has at most 1/2 of the mass. If n <= 1 / (200 eps^2 c), then s
+  still gets at most 5/8, regret >= 3 eps T / 16; else >= 1 / (2000 eps^2 c).
+  Equal at eps^3 = 1 / (375 c T): R_T >= (3/16) (1 / (375 c))^(1/3) T^(2/3).
+Where T is so short that this eps exceeds 0.1, 0.1 is used. Two arms have no bad
+one: their only duel is between the candidates, and sqrt(T) is possible.
 
 Lower bound, generalized-linear. Hard family of `glm_hard_instance`, d bits,
 d delta <= 1/8. A duel between the halves costs at least 1/16 and tells at most
 KL <= 36.6 delta^2 c about each sign. Assouad: with n of them, the regret is at
 least T d delta (1 - delta sqrt(18.3 n c)) / 2. Either n >= 1 / (73.2 c
 delta^2), or R_T >= T d delta / 4; equal at delta^3 = 1 / (293 c d T):
-R_T >= 0.0376 (d T)^(2/3) c^(-1/3).
+R_T >= 0.0376 (d T)^(2/3) c^(-1/3), with delta capped at 1 / (8 d).
 
 Axes: N users, K arms, S seeds.
 """
@@ -132,8 +139,8 @@ def _check_sizes(arms, users, horizon, feedback):
     raise ValueError(f'num_arms={arms} must be at least 2')
   if users < 1:
     raise ValueError(f'num_users={users} must be at least 1')
-  if horizon < 2:
-    raise ValueError(f'horizon={horizon} must be at least 2')
+  if not 2 <= horizon < math.inf:
+    raise ValueError(f'horizon={horizon} must be finite and at least 2')
   checks.check_choice('feedback', feedback, envs.FEEDBACK)
 
 
@@ -246,10 +253,9 @@ def lower_bound(
   """Regret that no algorithm can beat on all instances (geometric welfare).
 
   Args:
-    num_arms: K >= 2; the tabular constant is proved for K >= 16.
+    num_arms: K >= 3 (>= 2 with bits, which fix K themselves).
     num_users: N >= 1.
-    horizon: T, large enough for the worst eps to be below 0.1 (K <= 3 c T), or
-      for d delta <= 1/8 with bits.
+    horizon: T.
     outcomes: 'independent' or 'shared'.
     feedback: 'all' or 'one'.
     bits: d, for the generalized-linear family; None for the tabular one.
@@ -264,11 +270,20 @@ def lower_bound(
   checks.check_choice('outcomes', outcomes, envs.OUTCOMES)
   informed = outcomes == 'independent' and feedback == 'all'
   c = num_users if informed else 1
-  if bits is None:
-    return 0.25 * (num_arms / (3000 * c)) ** (1 / 3) * horizon ** (2 / 3)
-  if bits < 1:
-    raise ValueError(f'bits={bits} must be at least 1')
-  return 0.0376 * (bits * horizon) ** (2 / 3) * c ** (-1 / 3)
+  if bits is not None:
+    if bits < 1:
+      raise ValueError(f'bits={bits} must be at least 1')
+    delta = min(1 / (8 * bits), (293 * c * bits * horizon) ** (-1 / 3))
+    return bits * delta * horizon / 4
+  if num_arms < 3:
+    raise ValueError(
+      'num_arms=2 has no T^(2/3) lower bound: the only duel is between the two '
+      'candidates, so sqrt(T) is possible; use num_arms >= 3'
+    )
+  good = num_arms // 2
+  few = 3 / 16 * min(0.1, (375 * c * horizon) ** (-1 / 3))
+  many = 1 / 4 * min(0.1, (good / (1500 * c * horizon)) ** (1 / 3))
+  return horizon * (max(few, many) if good >= 8 else few)
 
 
 def fit_exponent(

@@ -29,9 +29,12 @@ __all__ = [
   'split_votes',
   'tally_ratings',
   'tally_table',
+  'trim_votes',
 ]
 
 TIES = ('half', 'drop')
+COLUMNS = ('user', 'left', 'right', 'winner')
+WINNERS = ('left', 'right', 'tie')
 
 
 class Votes(NamedTuple):
@@ -54,45 +57,102 @@ class Votes(NamedTuple):
   arms: tuple[Any, ...]
 
 
+def _is_gap(x: Any) -> bool:
+  """None, NaN, pandas' NA or an empty text."""
+  return x is None or type(x).__name__ == 'NAType' or x != x or x in ('', b'')
+
+
 def _column(table: Any, name: str) -> np.ndarray:
   try:
-    return np.asarray(table[name])
-  except (KeyError, TypeError, IndexError) as error:
-    columns = list(table) if isinstance(table, Mapping) else 'unknown'
+    column = np.asarray(table[name])
+  except (KeyError, TypeError, IndexError, ValueError) as error:
+    # Mappings list their keys, frames their columns, structured arrays fields.
+    found = getattr(getattr(table, 'dtype', None), 'names', None)
+    if found is None:
+      found = list(table) if hasattr(table, 'keys') else 'unknown'
     raise ValueError(
-      f'the table has no column {name!r} (it has {columns}); pass '
+      f'the table has no column {name!r} (it has {found}); pass '
       "columns={'user': ..., 'left': ..., 'right': ..., 'winner': ...}"
     ) from error
+  if column.ndim != 1:
+    raise ValueError(f'column {name!r} has shape {column.shape}; expected [V]')
+  values = column.tolist()
+  missing = np.array([_is_gap(x) for x in values], bool)
+  if missing.any():
+    row = int(np.argmax(missing))
+    raise ValueError(
+      f'row {row} has no {name!r} ({int(missing.sum())} such rows); remove them'
+    )
+  kinds = {type(x).__name__ for x in values}
+  if len(kinds) > 1:
+    raise ValueError(
+      f'column {name!r} mixes {sorted(kinds)}; convert it to one type'
+    )
+  if kinds == {'bytes'}:
+    return np.array([x.decode() for x in values])
+  return np.array(values) if column.dtype.kind == 'O' else column
+
+
+def _sides(winner, left, right, winners):
+  """'left', 'right' or 'tie' for every row."""
+  said = winner.astype(str)
+  table = {str(k): v for k, v in (winners or {k: k for k in WINNERS}).items()}
+  if not set(table.values()) <= set(WINNERS):
+    raise ValueError(
+      f"winners={dict(winners)} must map to 'left', 'right' or 'tie'"
+    )
+  known = np.isin(said, list(table))
+  if not known.all():
+    row = int(np.argmin(known))
+    fix = "pass winners={'what the table says': 'left' | 'right' | 'tie', ...}"
+    if winner[row] in (left[row], right[row]):
+      fix = "it names an arm: use np.where(winner == left, 'left', 'right')"
+    raise ValueError(
+      f'winner {str(said[row])!r} in row {row} must be '
+      f'{" or ".join(map(repr, table))}; {fix}'
+    )
+  word, index = np.unique(said, return_inverse=True)
+  return np.array([table[w] for w in word])[index]
 
 
 def read_votes(
   table: Any,
-  ties: str = 'half',
+  ties: str | None = None,
   columns: Mapping[str, str] | None = None,
+  winners: Mapping[Any, str] | None = None,
 ) -> Votes:
   """Reads a table of votes.
 
+  Rows are taken as they are: a vote that stands in the table twice counts
+  twice.
+
   Args:
     table: anything with `table[name] -> [V]`: a dict of arrays, a pandas or
-      structured frame. Winners are 'left', 'right' or 'tie'.
-    ties: 'half' or 'drop'.
+      structured frame. Names may be texts, bytes (UTF-8) or numbers.
+    ties: 'half' or 'drop'; needed where the table has ties, as no choice is
+      harmless.
     columns: names of the columns user, left, right and winner where they differ
       from these words.
+    winners: what the column `winner` says -> 'left', 'right' or 'tie', where it
+      does not say just that.
 
   Returns:
     The votes. Users and arms are sorted by name; a user all of whose votes were
     dropped is an error, not a row of halves.
 
   Raises:
-    ValueError: a missing column, columns of different length, no vote, an
-      unknown winner, an arm against itself, a user left without votes.
+    ValueError: a missing column or value, columns of different length or mixed
+      types, no vote, an unknown winner, an arm against itself, ties without
+      `ties`, a user left without votes.
   """
-  checks.check_choice('ties', ties, TIES)
-  names = {k: k for k in ('user', 'left', 'right', 'winner')}
-  names |= dict(columns or {})
-  user, left, right, winner = (
-    _column(table, names[k]) for k in ('user', 'left', 'right', 'winner')
-  )
+  if ties is not None:
+    checks.check_choice('ties', ties, TIES)
+  names = {k: k for k in COLUMNS}
+  for key, value in (columns or {}).items():
+    if key not in names:
+      raise ValueError(f'columns has the key {key!r}; allowed: {COLUMNS}')
+    names[key] = value
+  user, left, right, winner = (_column(table, names[k]) for k in COLUMNS)
   if not len(user) == len(left) == len(right) == len(winner):
     raise ValueError(
       f'columns have lengths {len(user)}, {len(left)}, {len(right)}, '
@@ -100,23 +160,24 @@ def read_votes(
     )
   if len(user) == 0:
     raise ValueError('the table has no vote')
-  known = np.isin(winner, ['left', 'right', 'tie'])
-  if not known.all():
-    row = int(np.argmin(known))
+  side = _sides(winner, left, right, winners)
+  tied = side == 'tie'
+  if tied.any() and ties is None:
     raise ValueError(
-      f'winner {str(winner[row])!r} in row {row} must be '
-      "'left', 'right' or 'tie'"
-    )
-  if (left == right).any():
-    row = int(np.argmax(left == right))
-    raise ValueError(
-      f'row {row} compares {str(left[row])!r} with itself; drop it'
+      f'{int(tied.sum())} of {len(tied)} votes are ties; say ties="half" (half '
+      'a win for both) or ties="drop"'
     )
   users, user = np.unique(user, return_inverse=True)
   arms, both = np.unique(np.concatenate([left, right]), return_inverse=True)
   left, right = both[: len(left)], both[len(left) :]
-  outcome = np.where(winner == 'left', 1.0, np.where(winner == 'tie', 0.5, 0.0))
-  keep = np.ones(len(user), bool) if ties == 'half' else winner != 'tie'
+  if (left == right).any():
+    row = int(np.argmax(left == right))
+    raise ValueError(
+      f'row {row} compares {str(arms[left[row]])!r} with itself '
+      f'({int((left == right).sum())} such rows); remove them'
+    )
+  outcome = np.select([side == 'left', tied], [1.0, 0.5], 0.0)
+  keep = ~tied if ties == 'drop' else np.ones(len(user), bool)
   votes = np.bincount(user[keep], minlength=len(users))
   if (votes == 0).any():
     raise ValueError(
@@ -158,6 +219,46 @@ def _take(votes: Votes, rows: np.ndarray) -> Votes:
     left=votes.left[rows],
     right=votes.right[rows],
     outcome=votes.outcome[rows],
+  )
+
+
+def trim_votes(votes: Votes, num_arms: int, min_votes: int = 1) -> Votes:
+  """Keeps the arms with the most votes, then the users with enough of them.
+
+  Args:
+    votes: the table.
+    num_arms: arms to keep, at least 2.
+    min_votes: least votes of a user among these arms.
+
+  Returns:
+    The smaller table; users and arms are numbered anew.
+
+  Raises:
+    ValueError: nobody is left.
+  """
+  met = np.bincount(np.concatenate([votes.left, votes.right]))
+  arms = np.sort(np.argsort(-met, kind='stable')[:num_arms])
+  keep = np.isin(votes.left, arms) & np.isin(votes.right, arms)
+  size = np.bincount(votes.user[keep], minlength=len(votes.users))
+  keep &= size[votes.user] >= max(min_votes, 1)
+  if not keep.any():
+    raise ValueError(
+      f'no user has min_votes={min_votes} votes among {len(arms)} arms (most: '
+      f'{size.max()}); lower min_votes or keep more arms'
+    )
+  rest = _take(votes, np.flatnonzero(keep))
+  users, user = np.unique(rest.user, return_inverse=True)
+  arms, both = np.unique(
+    np.concatenate([rest.left, rest.right]), return_inverse=True
+  )
+  left, right = np.split(both, 2)
+  return Votes(
+    user,
+    left,
+    right,
+    rest.outcome,
+    tuple(votes.users[u] for u in users),
+    tuple(votes.arms[k] for k in arms),
   )
 
 

@@ -39,7 +39,15 @@ def user_utility(pi: jax.Array, b: jax.Array) -> jax.Array:
 
   Returns:
     [..., N].
+
+  Raises:
+    ValueError: pi and b have different numbers of arms.
   """
+  if jnp.shape(pi)[-1:] != jnp.shape(b)[-1:]:
+    raise ValueError(
+      f'pi {jnp.shape(pi)} must be [..., K] and b {jnp.shape(b)} [..., N, K], '
+      'with one K'
+    )
   return jnp.einsum('...k,...nk->...n', pi, b)
 
 

@@ -58,6 +58,7 @@ def operations(path, graph, wa, wb, alpha, eta, x, b):
     K.ell_sddmm(graph, x, b, **run),
     K.ell_transpose(graph, wa, **run),
     K.ell_diffuse2(graph, wa, wb, alpha, eta, x, **run),
+    K.ell_diffuse(graph, wa, alpha, x, **run),
   )
 
 
@@ -71,7 +72,7 @@ def test_operations_equal_dense_ones(path, seed):
   b = rng.normal(size=x.shape)
   dense_a, dense_b = to_dense(graph, wa), to_dense(graph, wb)
   with jax.enable_x64(True):
-    spmm, sddmm, turned, diffused = operations(
+    spmm, sddmm, turned, both, single = operations(
       path, graph, *arrays(wa, wb, alpha, eta, x, b)
     )
   np.testing.assert_allclose(spmm, dense_a @ x, atol=1e-12)
@@ -80,8 +81,10 @@ def test_operations_equal_dense_ones(path, seed):
   assert not np.asarray(sddmm)[~graph.emask].any()
   np.testing.assert_array_equal(to_dense(graph, turned), dense_a.T)
   assert not np.asarray(turned)[~graph.emask].any()
-  want = laplacian(dense_a) @ x * alpha + laplacian(dense_b) @ x * eta
-  np.testing.assert_allclose(diffused, want, atol=1e-12)
+  want = laplacian(dense_a) @ x * alpha
+  np.testing.assert_allclose(single, want, atol=1e-12)
+  want = want + laplacian(dense_b) @ x * eta
+  np.testing.assert_allclose(both, want, atol=1e-12)
 
 
 def test_path_of_three_by_hand():
@@ -398,6 +401,7 @@ def test_pallas_bodies_do_not_exist_yet(path):
     lambda: K.ell_sddmm(graph, x, x, implementation=path),
     lambda: K.ell_transpose(graph, w, implementation=path),
     lambda: K.ell_diffuse2(graph, w, w, 1, 1, x, implementation=path),
+    lambda: K.ell_diffuse(graph, w, 1, x, implementation=path),
   ):
     with pytest.raises(ValueError, match='do not exist yet'):
       call()
@@ -412,6 +416,7 @@ def test_pallas_bodies_do_not_exist_yet(path):
     (lambda g, w, x: K.ell_spmm((g, w), w, x), TypeError, 'PatchGraph'),
     (lambda g, w, x: K.ell_spmm(g, w, x > 0), TypeError, 'x has dtype bool'),
     (lambda g, w, x: K.ell_sddmm(g, x, x[:, :1]), ValueError, 'b has shape'),
+    (lambda g, w, x: K.ell_diffuse(g, w[:4], 1, x), ValueError, 'w has shape'),
     (
       lambda g, w, x: K.ell_diffuse2(g, w, w, jnp.ones(3), 1, x),
       ValueError,

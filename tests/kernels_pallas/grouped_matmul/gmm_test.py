@@ -18,6 +18,7 @@ from kernels_pallas.grouped_matmul import (
   tgmm,
 )
 from kernels_pallas.grouped_matmul.shapes import SHAPES
+from tests.kernels_pallas import gpu_targets
 
 PATHS = [None, 'interpret', 'interpret_gpu']
 
@@ -208,3 +209,23 @@ def test_the_tpu_compiler_takes_both_products_and_gradients(chip, dtype, name):
   # Forward, the gradient of the rows, and that of the matrices.
   text = lowered.compile().as_text()
   assert text.count('custom_call_target="tpu_custom_call"') == 3
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('chip', list(gpu_targets.CHIPS))
+def test_the_gpu_compiler_takes_both_products_and_gradients(chip, dtype):
+  shape = SHAPES['medium']
+  num_blocks = shape.tokens * shape.k // 128 + shape.experts
+
+  def loss(lhs, rhs, groups):
+    out = block_gmm(lhs, rhs, groups)
+    return (out.astype(jnp.float32) ** 2).sum()
+
+  text = gpu_targets.compile_for_gpu(
+    chip,
+    jax.grad(loss, (0, 1)),
+    ((num_blocks * 128, shape.features), dtype),
+    ((shape.experts, shape.features, shape.hidden), dtype),
+    ((num_blocks,), jnp.int32),
+  )
+  assert text.count('__gpu$xla.gpu.triton') == 3

@@ -114,10 +114,17 @@ def tmevolve():
   return bag_case(model)
 
 
-MAKERS = (linear, noisy, bandit, abmil, tmevolve)
+def duels():
+  from tmlib import dueling
+
+  env = dueling.hard_instance(jax.random.key(0), 4, 2, 0.2, groups=2)
+  return Case(dueling.bandit_method(env, 'eps_greedy', 64, 8))
+
+
+MAKERS = (linear, noisy, bandit, duels, abmil, tmevolve)
 CASES = {f.__name__: functools.cache(f) for f in MAKERS}
 # Their checks that compile once more than the others are slow tests.
-HEAVY = ('abmil', 'tmevolve')
+HEAVY = ('abmil', 'tmevolve', 'duels')
 NAMES = [
   pytest.param(name, marks=pytest.mark.slow) if name in HEAVY else name
   for name in sorted(CASES)

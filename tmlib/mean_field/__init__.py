@@ -1,6 +1,13 @@
 """Mean-field games: populations, best responses, equilibria."""
 
 from tmlib.mean_field import envs
+from tmlib.mean_field.agents import (
+  CRITICAL_TEMPERATURE,
+  AgentEnv,
+  ising_env,
+  magnetisation,
+  player_env,
+)
 from tmlib.mean_field.dynamics import (
   best_response,
   expected_return,
@@ -13,6 +20,7 @@ from tmlib.mean_field.dynamics import (
 )
 from tmlib.mean_field.equilibria import Equilibrium, find_equilibria
 from tmlib.mean_field.game import MFGame, make_game, stack_games, union
+from tmlib.mean_field.mean_action import mf_ac_method, mf_q_method
 from tmlib.mean_field.method import solver_method
 from tmlib.mean_field.munchausen import munchausen_method
 from tmlib.mean_field.n_player import (
@@ -33,6 +41,8 @@ from tmlib.mean_field.solvers import (
 )
 
 __all__ = [
+  'CRITICAL_TEMPERATURE',
+  'AgentEnv',
   'Equilibrium',
   'MFGame',
   'NPlayerGame',
@@ -46,12 +56,17 @@ __all__ = [
   'fictitious_play',
   'find_equilibria',
   'fixed_point',
+  'ising_env',
+  'magnetisation',
   'make_game',
+  'mf_ac_method',
   'mf_omo',
+  'mf_q_method',
   'munchausen_method',
   'n_player_exploitability',
   'online_mirror_descent',
   'optimal_q_values',
+  'player_env',
   'population_exploitability',
   'prior_descent',
   'push',

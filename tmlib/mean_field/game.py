@@ -155,9 +155,9 @@ class MFGame:
         raise ValueError(
           f'mask leaves no legal action in state {state}; allow at least one'
         )
-    self._check_populations()
     if not callable(self.prob):
       checks.check_transitions(self.idx, self.prob, self.mask)
+    self._check_populations()
     self._check_callables()
 
   def _check_populations(self):

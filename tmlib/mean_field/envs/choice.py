@@ -45,35 +45,47 @@ def _choose(places: int, first: int = 1) -> np.ndarray:
   return np.tile(target[None, :, None], (places + first, 1, 1))
 
 
-def _left_right_reward(mu, t):
+def _left_right_reward(weights, mu, t):
   del t
-  reward = jnp.stack([0 * mu[0], -mu[1], -2 * mu[2]])
-  return jnp.tile(reward[:, None], (1, 2))
+  reward = -jnp.asarray(weights) * mu[1:]
+  return jnp.tile(jnp.append(0 * reward[0], reward)[:, None], (1, 2))
 
 
-def _kinked_reward(mu, t):
+def _kinked_reward(weights, mu, t):
   del t
-  left, right = -jnp.maximum(mu[1] - 0.5, 0), 0.5 - mu[2]
+  left = -weights[0] * jnp.maximum(mu[1] - 0.5, 0)
+  right = weights[1] * (0.5 - mu[2])
   return jnp.tile(jnp.stack([0 * mu[0], left, right])[:, None], (1, 2))
 
 
-def left_right(*, kink: bool = False) -> MFGame:
+def left_right(
+  weights: tuple[float, float] = (1.0, 2.0), *, kink: bool = False
+) -> MFGame:
   """Everybody goes left or right once, and dislikes company there.
 
-  Rewards -mu_L and -2 mu_R, in equilibrium mu_L = 2/3 (`LEFT_RIGHT`); monotone.
-  With a kink -max(mu_L - 1/2, 0) and 1/2 - mu_R, in equilibrium mu_L = 1/2:
-  finitely many players then gain at the rate n^(-1/2) and not n^(-1), for the
-  mean of a maximum is not the maximum of the mean.
+  Rewards -w_L mu_L and -w_R mu_R, in equilibrium mu_L = w_R / (w_L + w_R), by
+  default 2/3 (`LEFT_RIGHT`); monotone. With a kink -w_L max(mu_L - 1/2, 0) and
+  w_R (1/2 - mu_R), in equilibrium mu_L = 1/2: finitely many players then gain
+  at the rate n^(-1/2) and not n^(-1), for the mean of a maximum is not the
+  maximum of the mean.
 
   Args:
+    weights: w_L and w_R, positive.
     kink: see above.
 
   Returns:
     The game; states centre, left, right; H = 2, the choice counts at t = 0 and
     the reward at t = 1.
+
+  Raises:
+    ValueError: a weight that is not positive.
   """
+  for name, weight in zip(('left', 'right'), weights, strict=True):
+    checks.check_between(f'{name} weight', weight, 0, np.inf, closed='')
   idx = _choose(2)
-  reward = _kinked_reward if kink else _left_right_reward
+  reward = Partial(
+    _kinked_reward if kink else _left_right_reward, np.asarray(weights, float)
+  )
   return MFGame(idx, np.ones(idx.shape), reward, [1.0, 0.0, 0.0], 2)
 
 

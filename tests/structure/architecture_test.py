@@ -19,6 +19,8 @@ SHARED = {'ops': 1, 'nn': 2, 'data': 2, 'train': 2}
 BUILT_ON = {
   # TMEvolve is a model of bags: it fills mil's Bag in and mil's output out.
   ('reaction_diffusion', 'mil'),
+  # A user's interests are the experts of a sparse mixture.
+  ('recsys', 'moe'),
   # The MIL benchmark compares its models with TMEvolve.
 }
 # What a file of each ground may import beyond the standard library.

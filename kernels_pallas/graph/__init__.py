@@ -1,6 +1,7 @@
 """Message passing on patch graphs stored as tables of neighbours (ELL)."""
 
 from kernels_pallas.graph.api import (
+  ell_diffuse,
   ell_diffuse2,
   ell_sddmm,
   ell_spmm,
@@ -11,6 +12,7 @@ from kernels_pallas.graph.patch_graph import PatchGraph
 
 __all__ = [
   'PatchGraph',
+  'ell_diffuse',
   'ell_diffuse2',
   'ell_sddmm',
   'ell_spmm',

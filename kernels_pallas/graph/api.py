@@ -23,6 +23,7 @@ from kernels_pallas.graph import reference, vjp
 from kernels_pallas.graph.patch_graph import PatchGraph
 
 __all__ = [
+  'ell_diffuse',
   'ell_diffuse2',
   'ell_sddmm',
   'ell_spmm',
@@ -173,6 +174,40 @@ def _gate(rate: jax.Array | float, name: str, x: jax.Array) -> jax.Array:
       'into the weights'
     )
   return jnp.broadcast_to(full, shape)
+
+
+def ell_diffuse(
+  graph: PatchGraph,
+  w: jax.Array,
+  alpha: jax.Array | float,
+  x: jax.Array,
+  *,
+  implementation: str | None = None,
+) -> jax.Array:
+  r"""Diffusion with a rate per feature, in one pass over the neighbours.
+
+  y_i = alpha * sum_k w_ik (x[nbr_ik] - x_i), where alpha weighs features and *
+  is elementwise. A constant field gives exactly zero, and the gradient in alpha
+  needs no y. Differentiable in everything but the graph.
+
+  Args:
+    graph: the graph, table [..., N, K].
+    w: [..., N, K], float, weights.
+    alpha: scalar, [D] or [..., 1, D], rate per feature.
+    x: [..., N, D], float, features.
+    implementation: None or "xla", see the module docstring.
+
+  Returns:
+    [..., N, D], dtype of x; zero for a node without neighbours.
+
+  Raises:
+    ValueError: on shapes that disagree or an unknown implementation.
+    TypeError: on anything but a PatchGraph and floating arrays.
+  """
+  path = _path(implementation)
+  w, x = jnp.asarray(w), jnp.asarray(x)
+  _check(graph, w=w, x=x)
+  return path.gated_deltas(graph, (w,), (_gate(alpha, 'alpha', x),), x)
 
 
 def ell_diffuse2(

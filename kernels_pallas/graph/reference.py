@@ -142,13 +142,15 @@ def _gated_sum(graph, far, own, gates, x):
   for k in range(graph.num_slots):
     near = _take(reach, graph.nbr[..., k], x.ndim - 2).astype(dtype)
     valid = graph.emask[..., k, None]
-    if same:
-      # The difference first: a constant field gives zero without rounding.
-      term = _combine(gates, far, k) * jnp.where(valid, near - x, 0)
-    else:
-      term = _combine(gates, far, k) * jnp.where(valid, near, 0)
-      term -= _combine(gates, own, k) * jnp.where(valid, x, 0)
-    y += jnp.where(valid, term, 0)
+    # The difference first: a constant field gives zero without rounding.
+    step = near - x if same else near
+    y += _combine(gates, far, k) * jnp.where(valid, step, 0)
+  if not same:
+    # What leaves a node does not depend on where it goes.
+    left = [jnp.where(graph.emask, w, 0).astype(dtype) for w in own]
+    left = [jnp.sum(w, -1, keepdims=True) for w in left]
+    some = jnp.any(graph.emask, -1, keepdims=True)
+    y -= _combine(gates, left, 0) * jnp.where(some, x, 0)
   return y.astype(reach.dtype)
 
 

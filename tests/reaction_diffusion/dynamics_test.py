@@ -208,6 +208,19 @@ def test_stable_and_sharp_tau():
   assert want >= rd.stable_tau(0.3)
 
 
+def test_scaled_coefficients_scale_the_right_hand_side():
+  c, fields, graph = problem(9, lam=0.3)
+  velocity = support.symmetric(np.random.default_rng(0), N)
+  velocity = support.edge_weights(graph, np.triu(velocity) - np.tril(velocity))
+  c = c.replace(velocity=velocity)
+  with jax.enable_x64(True):
+    rhs = lambda c: rd.right_hand_side(rd.make_dynamics(c, graph))(fields)
+    one, part = jax.device_get((rhs(c), rhs(c.scaled(0.3))))
+  for a, b in zip(one, part, strict=True):
+    assert np.abs(a).max() > 0.01
+    np.testing.assert_allclose(0.3 * a, b, atol=1e-12)
+
+
 def test_upwind_conserves_and_stays_positive():
   rng = np.random.default_rng(0)
   c, fields, graph = problem(11, exchange=0.0)

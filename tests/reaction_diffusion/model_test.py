@@ -89,9 +89,10 @@ def model_by_matrices(p, bag):
   p = jax.tree.map(lambda x: np.asarray(x, np.float64), p['params'])
   linear = lambda x, w: x @ w['kernel'] + w.get('bias', 0)
   x, e, k = bag.features.astype(np.float64), support.dense(bag.graph), 4
-  norm = layer_norm(linear(x, p['embed']))
+  mapped = x @ p['embed']['kernel']
+  norm = layer_norm(mapped[:, :D] + p['embed_bias'])
   h0 = h = gelu(norm * p['norm']['scale'] + p['norm']['bias'])
-  z = softmax(linear(x, p['concepts']['scores']))
+  z = softmax(mapped[:, D:])
   # Regions: assignment, one refinement, two smoothings with omega = 1/2.
   query = layer_norm(h) @ p['region_query'] / np.sqrt(D)
   offset = z @ p['concept_prototypes'].T

@@ -50,7 +50,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from kernels_pallas.graph import PatchGraph, ell_diffuse2
+from kernels_pallas.graph import PatchGraph, ell_diffuse, ell_diffuse2
 from tmlib.reaction_diffusion.reactions import REACTIONS, stiffness
 from tmlib.reaction_diffusion.transport import (
   advection,
@@ -116,6 +116,19 @@ class Coefficients(struct.PyTreeNode):
   bias: jax.Array | None = None
   reaction: str = struct.field(pytree_node=False, default='none')
 
+  def scaled(self, factor: jax.Array | float) -> 'Coefficients':
+    """Coefficients of `factor` > 0 times the right-hand side."""
+    times = lambda x: None if x is None else factor * x
+    return self.replace(
+      alpha=factor * self.alpha,
+      eta=factor * self.eta,
+      alpha_z=factor * self.alpha_z,
+      eta_z=factor * self.eta_z,
+      exchange=times(self.exchange),
+      velocity=times(self.velocity),
+      lam=factor * self.lam,
+    )
+
 
 class Dynamics(NamedTuple):
   """du/dt = transport(u) + rate (target(u) - u) + force(u), over pytrees.
@@ -150,7 +163,10 @@ def make_dynamics(coefficients: Coefficients, graph: PatchGraph) -> Dynamics:
     Dynamics over `Fields`.
   """
   c = coefficients
-  rate = stiffness(c.reaction) * jnp.asarray(c.lam)
+  # A number: what cannot react has no term, and no derivative in its rate.
+  rate = 0.0
+  if c.reaction != 'none':
+    rate = stiffness(c.reaction) * jnp.asarray(c.lam)
 
   def outflow_of(alpha, eta) -> jax.Array:
     total = jnp.zeros((), c.alpha.dtype)
@@ -183,7 +199,7 @@ def make_dynamics(coefficients: Coefficients, graph: PatchGraph) -> Dynamics:
   return Dynamics(
     transport=transport,
     outflow=Fields(outflow_h, outflow_of(c.alpha_z, c.eta_z)),
-    rate=Fields(rate, jnp.zeros_like(rate)),
+    rate=Fields(rate, 0.0),
     target=lambda fields: fields._replace(hidden=_target(c, fields.hidden)),
     force=force,
     symmetric=c.velocity is None,
@@ -193,11 +209,14 @@ def make_dynamics(coefficients: Coefficients, graph: PatchGraph) -> Dynamics:
 def right_hand_side(dynamics: Dynamics) -> Callable[[Any], Any]:
   """The map u -> du/dt, the sum of the parts of `dynamics`."""
 
+  def leaf(transport, rate, target, u, force):
+    if isinstance(rate, float) and rate == 0:
+      return transport + force
+    return transport + rate * (target - u) + force
+
   def rhs(u):
     return jax.tree.map(
-      lambda transport, rate, target, u, force: (
-        transport + rate * (target - u) + force
-      ),
+      leaf,
       dynamics.transport(u),
       dynamics.rate,
       dynamics.target(u),
@@ -258,8 +277,7 @@ def _diffuse(c, alpha, eta, values, graph):
     return ell_diffuse2(graph, c.intra, c.boundary, alpha, eta, values)
   for weights, gain in ((c.intra, alpha), (c.boundary, eta)):
     if weights is not None:
-      gain = align(jnp.asarray(gain), values.ndim)
-      return gain * laplacian(weights, values, graph)
+      return ell_diffuse(graph, weights, gain, values)
   return jnp.zeros_like(values)
 
 

@@ -17,7 +17,7 @@ from tmlib.reaction_diffusion.dynamics import (
   Fields,
   make_dynamics,
 )
-from tmlib.reaction_diffusion.integrators import integrate
+from tmlib.reaction_diffusion.integrators import EXPLICIT, integrate
 from tmlib.reaction_diffusion.options import check_tau
 
 __all__ = ['Trace', 'evolve']
@@ -87,6 +87,11 @@ def evolve(
   if steps < 0:
     raise ValueError(f'steps={steps} must be >= 0; 0 is the static model')
   lookup = coefficients if callable(coefficients) else lambda _: coefficients
+  pace, used = lookup, tau
+  if integrator in EXPLICIT:
+    # The right-hand side is linear in its coefficients. With tau inside, its
+    # derivative comes with theirs, and no step is run again for it.
+    pace, used = lambda fields: lookup(fields).scaled(tau), 1.0
   known_tau = _known(tau)
   if known_tau is not None:
     start = lookup(fields)
@@ -101,9 +106,9 @@ def evolve(
   def step(fields, _):
     found = integrate(
       integrator,
-      lambda fields: make_dynamics(lookup(fields), graph),
+      lambda fields: make_dynamics(pace(fields), graph),
       fields,
-      tau,
+      used,
       tol=tol,
       iterations=iterations,
       axis_name=graph.axis_name,

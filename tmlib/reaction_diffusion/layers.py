@@ -36,37 +36,35 @@ class ConceptLayer(nn.Module):
 
   Attributes:
     mode: 'similarity', 'projected', 'learned' or 'none', see `TMEvolve`.
-    num_concepts: M of mode 'learned'.
     matrix: [M, Q], unit rows, of 'similarity' and 'projected'; tuples keep the
       module hashable.
     activation: 'softmax' or 'sigmoid'.
-    dtype: of the large products.
     param_dtype: of the parameters.
   """
 
   mode: str
-  num_concepts: int = 8
   matrix: Any = None
   activation: str = 'softmax'
-  dtype: Any = None
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, bag: Bag, features: jax.Array, mask: jax.Array):
+  def __call__(self, bag: Bag, mapped: jax.Array, mask: jax.Array):
     """Returns Z [..., N, M], zeros in padding.
 
     Args:
       bag: for its concept embeddings.
-      features: [..., N, P], zeros in padding.
+      mapped: [..., N, J], a linear map of the features, without a bias, which
+        on a softmax scorer would drift: the logits of 'learned' (J = M), the
+        embeddings of 'projected' (J = Q); not read in other modes.
       mask: [..., N], bool.
     """
     wide = wide_dtype(self.param_dtype)
     if self.mode == 'none':
       return jnp.where(mask[..., None], jnp.ones((), wide), 0)
     if self.mode == 'learned':
-      logits = self._linear(self.num_concepts, 'scores')(features)
+      logits = mapped
     else:
-      logits = self._similarity(bag, features, mask)
+      logits = self._similarity(bag, mapped, mask)
     bias = None
     if self.activation == 'sigmoid':
       zeros = nn.initializers.zeros
@@ -74,19 +72,9 @@ class ConceptLayer(nn.Module):
     logits = logits.astype(wide)
     return concept_field(logits, mask, activation=self.activation, bias=bias)
 
-  def _linear(self, size: int, name: str) -> nn.Dense:
-    # No bias: on a softmax scorer it would drift.
-    return nn.Dense(
-      size,
-      use_bias=False,
-      dtype=self.dtype,
-      param_dtype=self.param_dtype,
-      name=name,
-    )
-
-  def _similarity(self, bag, features, mask):
+  def _similarity(self, bag, mapped, mask):
     if self.mode == 'projected':
-      embeddings = self._linear(len(self.matrix[0]), 'map')(features)
+      embeddings = mapped
     else:
       embeddings = bag.features if bag.concepts is None else bag.concepts
       # Raises on a text space of another size.

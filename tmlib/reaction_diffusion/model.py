@@ -42,6 +42,7 @@ from tmlib.reaction_diffusion.regions import (
   assign_regions,
   membership,
 )
+from tmlib.reaction_diffusion.transport import align
 
 __all__ = ['TMEvolve']
 
@@ -199,15 +200,17 @@ class TMEvolve(nn.Module):
     options = {'dtype': self.dtype, 'param_dtype': self.param_dtype}
     read_concepts = ConceptLayer(
       self.concept_mode,
-      self.num_concepts,
       self.concept_matrix,
       self.activation,
+      param_dtype=self.param_dtype,
       name='concepts',
-      **options,
     )
+    # One product for both: the features are the largest array by far.
+    mapped = self._dense(self.hidden + self._mapped, 'embed', use_bias=False)
+    hidden, scores = jnp.split(mapped(features), [self.hidden], -1)
     start = Fields(
-      self._embed(features, mask, keys, axis_name),
-      read_concepts(bag, features, mask),
+      self._embed(hidden, mask, keys, axis_name),
+      read_concepts(bag, scores, mask),
     )
 
     params = self._region_params(start.concepts.shape[-1])
@@ -294,11 +297,19 @@ class TMEvolve(nn.Module):
     fold = jax.vmap(lambda i: jax.random.fold_in(key, i))
     return fold(jnp.arange(count)).reshape(mask.shape[:-1])
 
-  def _embed(self, features, mask, keys, axis_name):
+  @property
+  def _mapped(self) -> int:
+    """Width of the linear map of the features that concepts read."""
+    if self.concept_mode == 'projected':
+      return len(self.concept_matrix[0])
+    return self.num_concepts if self.concept_mode == 'learned' else 0
+
+  def _embed(self, hidden, mask, keys, axis_name):
     """H0 = dropout(GELU(LN(X W + b))) [..., N, D], zeros in padding."""
     wide = wide_dtype(self.param_dtype)
     norm = nn.LayerNorm(dtype=wide, param_dtype=self.param_dtype, name='norm')
-    h = norm(self._dense(self.hidden, 'embed')(features).astype(wide))
+    bias = self._table('embed_bias', nn.initializers.zeros, self.hidden)
+    h = norm(hidden.astype(wide) + align(bias.astype(wide), hidden.ndim))
     h = to_box(nn.gelu(h), self._active_reaction)
     if keys is not None:
       h = patch_dropout(h, self.dropout, keys, axis_name)

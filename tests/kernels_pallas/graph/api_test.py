@@ -173,6 +173,7 @@ def test_gradients_equal_jacobians_of_dense_operations(path):
       table(x @ b.T),
       table(dense(wa).T),
       flow(wa) * alpha[None] + flow(wb) * eta[None],
+      flow(wa) * alpha[None],
     )
 
   with jax.enable_x64(True):

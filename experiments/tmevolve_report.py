@@ -189,8 +189,10 @@ def _pictures(config, name, bagset, folds, table, rows, workdir: Path) -> None:
   ]
   plots.ranked_instances(
     out / f'{stem}ranked_instances.png', picture,
-    f'{name}: held-out bags with the highest score; regions are numbered'
-    ' within the model of the bag\'s fold',
+    f'{name}: bags by score, highest first (mean over {config.train.runs}'
+    ' repeats); attention and regions are those of the first repeat,\nfrom the'
+    ' model whose fold held the bag out; region numbers mean nothing across'
+    ' folds',
   )  # fmt: skip
   rank = lambda a: np.argsort(np.argsort(-a, kind='stable')) + 1
   _write_csv(out / f'{stem}instances.csv', [

@@ -129,6 +129,7 @@ def operations(graph, w, x, g) -> dict[str, Callable]:
     'ell_spmm': (functools.partial(kernels.ell_spmm, table), w, x),
     'ell_sddmm': (functools.partial(kernels.ell_sddmm, table), g, x),
     'ell_transpose': (functools.partial(kernels.ell_transpose, table), w),
+    'ell_diffuse': (functools.partial(kernels.ell_diffuse, table), w, rate, x),
     'ell_diffuse2': (diffuse, w, rate, x),
     'ell_diffuse2, gradient in all': (back, w, rate, x, g),
   }

@@ -10,8 +10,9 @@ platform, differentiable in reverse mode to any order; "xla" is plain
 jax.numpy without rules of its own, which also has forward mode.
 
 Call them inside `jax.jit`, where the loop over slots becomes one fused loop.
-XLA on a CPU fuses a plain sum over the result with its gathers into a scalar
-loop, many times slower; a matrix product with ones, as in `vjp.py`, does not.
+XLA on a CPU fuses a plain sum over the result with its gathers, many times
+slower, and so it does with the gradient of a factor outside, which is such a
+sum: put factors into the weights or the rates of `ell_diffuse`.
 """
 
 from types import ModuleType

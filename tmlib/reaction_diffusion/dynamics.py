@@ -164,7 +164,7 @@ def make_dynamics(coefficients: Coefficients, graph: PatchGraph) -> Dynamics:
   """
   c = coefficients
   # A number: what cannot react has no term, and no derivative in its rate.
-  rate = 0.0
+  rate: Any = 0.0
   if c.reaction != 'none':
     rate = stiffness(c.reaction) * jnp.asarray(c.lam)
 
@@ -193,13 +193,14 @@ def make_dynamics(coefficients: Coefficients, graph: PatchGraph) -> Dynamics:
     flux = laplacian(c.boundary, fields.concepts, graph)
     return zero._replace(hidden=times(flux, c.exchange))
 
+  still: Any = 0.0
   outflow_h = outflow_of(c.alpha, c.eta)
   if c.velocity is not None:
     outflow_h = outflow_h + row_sum(jnp.maximum(c.velocity, 0), graph)
   return Dynamics(
     transport=transport,
     outflow=Fields(outflow_h, outflow_of(c.alpha_z, c.eta_z)),
-    rate=Fields(rate, 0.0),
+    rate=Fields(rate, still),
     target=lambda fields: fields._replace(hidden=_target(c, fields.hidden)),
     force=force,
     symmetric=c.velocity is None,

@@ -215,10 +215,18 @@ def _size_fit(config, workdir, named, taus_of, resamples) -> Fit | None:
   return fit_statistic(np.array(list(parts)), statistic, seeds, resamples)
 
 
+def _slope(e: theory.Exponent, digits: int) -> str:
+  """Slope and band as text, without negative zeros."""
+  slope, low, high = (
+    f'{round(x, digits) + 0.0:.{digits}f}' for x in (e.slope, e.low, e.high)
+  )
+  return f'{slope} [{low}, {high}]'
+
+
 def _draw(ax, fits, theory_slope, title, xlabel, ylabel='regret'):
   for colour, (name, fit) in zip(COLOURS, fits.items(), strict=False):
     e = fit.exponent
-    label = f'{name}: {e.slope:.2f} [{e.low:.2f}, {e.high:.2f}]'
+    label = f'{name}: {_slope(e, 2)}'
     ax.plot(fit.sizes, fit.value, 'o-', ms=3.5, color=colour, label=label)
     ax.fill_between(fit.sizes, fit.low, fit.high, color=colour, alpha=0.2, lw=0)
   first = next(iter(fits.values()))
@@ -281,8 +289,8 @@ def _table(fits, worst, easy, sizes) -> list[list[str]]:
 
   def add(axis, quantity, policy, fit, expected):
     e = fit.exponent
-    band = f'[{e.low:.3f}, {e.high:.3f}]'
-    rows.append([axis, quantity, policy, f'{e.slope:.3f}', band, expected])
+    slope, band = _slope(e, 3).split(' ', 1)
+    rows.append([axis, quantity, policy, slope, band, expected])
 
   for name, fit in fits.items():
     expected = '1' if name == 'no exploration' else '2/3'
@@ -340,7 +348,7 @@ def _claim_rows(fits, worst, easy, bounds) -> list[list[str]]:
   rows = [['claim', 'measured', 'holds']]
 
   def add(claim, values, holds):
-    shown = ', '.join(f'{v:.3f}' for v in values)
+    shown = ', '.join(f'{round(v, 3) + 0.0:.3f}' for v in values)
     rows.append([claim, shown, 'yes' if holds else 'NO'])
 
   learn = ('theory-tuned ETC', 'elimination', 'best-tuned ETC')
@@ -425,10 +433,14 @@ def write(config, workdir: Path) -> None:
     (('hidden signs', 'cyclic'), 2 / 3, 'generalized-linear', 'd'),
   )
   with plots.figure(out / 'sizes.png', 1, 3, 4.4) as (_, axes):
+    # Few sizes: name them, not the powers of ten.
     for ax, (names, slope, title, label) in zip(axes[0], panels, strict=True):
       shown = {name: sizes[name] for name in names if name in sizes}
       if shown:
         _draw(ax, shown, slope, f'{title} {at}', label)
+        ticks = sorted({int(x) for fit in shown.values() for x in fit.sizes})
+        ax.set_xticks(ticks, [str(x) for x in ticks])
+        ax.set_xticks([], minor=True)
       else:
         ax.set_axis_off()
         ax.text(0.5, 0.5, f'{title}: fewer than two sizes', ha='center')
@@ -444,7 +456,8 @@ def write(config, workdir: Path) -> None:
         )  # fmt: skip
       ax.set_title(f'{key} pseudo-regret', fontsize=10)
       ax.set(xlabel='round', ylabel='cumulative regret')
-    axes[0, 0].legend(fontsize=7, frameon=False)
+    if curves:
+      axes[0, 0].legend(fontsize=7, frameon=False)
     fig.suptitle(
       f'mean of {config.play.simulations} runs and its 95 % interval',
       fontsize=9,

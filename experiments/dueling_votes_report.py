@@ -187,6 +187,8 @@ def _holdout_picture(path, real, null, tail):
 NOTE = """
 Utility is a user's chance to prefer the drawn arm to a random other arm (1/2 is
 indifference). Intervals of the lottery resample every user's judgements;
+sorted utilities spread further in resamples than in the data, as they carry the
+noise twice;
 intervals of held-out gains are the spread over random halves, which share data,
 so they are not confidence intervals for new users. The second half is pooled on
 its own, which shrinks all users toward each other and every difference toward

@@ -86,7 +86,7 @@ def test_rock_paper_scissors_goes_round_unless_averaged():
   average = mf.fictitious_play(game, 600, log_every=600)
   assert float(average.gap) < 0.05
   np.testing.assert_allclose(average.mu[1, 1:], shares, atol=0.01)
-  mirror = mf.online_mirror_descent(game, 600, lr=0.2, log_every=600)
+  mirror = mf.online_mirror_descent(game, 500, lr=0.1, log_every=500)
   np.testing.assert_allclose(mirror.mu[1, 1:], shares, atol=2e-3)
 
 
@@ -145,7 +145,7 @@ def test_the_objective_of_mf_omo_vanishes_at_equilibria_only():
 
 def test_a_list_of_equilibria_holds_the_unstable_one_too():
   game = mf.envs.two_wells()
-  found = mf.find_equilibria(game, jax.random.key(0), 12, n=300)
+  found = mf.find_equilibria(game, jax.random.key(0), 12, n=200)
   lefts = sorted(round(float(e.mu[1, 1]), 2) for e in found)
   assert lefts == [0.0, 0.5, 1.0]
   mixed = next(e for e in found if 0.4 < e.mu[1, 1] < 0.6)

@@ -52,7 +52,7 @@ class SolveResult(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames=('name', 'logs', 'every'))
-def _run(game, options, initial, tol, *, name, logs, every):
+def run_compiled(game, options, initial, tol, *, name, logs, every):
   rule = RULES[name]
   dtype = jnp.result_type(float)
   tol = jnp.asarray(tol, dtype)
@@ -126,7 +126,7 @@ def run_rule(
     initial = operators.uniform_policy(game)
   checks.check_policy(initial, game.policy_shape, game.mask)
   initial = jnp.asarray(initial, jnp.result_type(float))
-  return _run(
+  return run_compiled(
     game, options, initial, tol, name=name, logs=n // log_every,
     every=log_every,
   )  # fmt: skip

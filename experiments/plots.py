@@ -87,6 +87,7 @@ def ranked_instances(
   """
   columns = min(3, len(bags))
   rows = -(-len(bags) // columns)
+  most = max(len(attention) for _, attention, _ in bags)
   with figure(path, rows, columns, 3.0) as (fig, axes):
     for ax in axes.flat[len(bags) :]:
       ax.axis('off')
@@ -97,9 +98,12 @@ def ranked_instances(
       ax.barh(place, attention[order], color=colours)
       ax.axvline(1 / len(attention), color='0.4', ls=':', lw=1)
       ax.set_yticks(place, [f'#{i}' for i in order], fontsize=6)
-      ax.invert_yaxis()
+      # Bars of one thickness, however small the bag.
+      ax.set_ylim(min(top, most) - 0.5, -0.5)
       ax.set_title(name, fontsize=8)
       ax.set_xlabel('attention', fontsize=8)
+      ax.set_ylabel('instance', fontsize=8)
+      ax.tick_params(axis='x', labelsize=7)
     _region_legend(fig, np.concatenate([region for _, _, region in bags]))
     fig.suptitle(title + '\ndotted: equal shares', fontsize=9)
 

@@ -189,8 +189,8 @@ def _pictures(config, name, bagset, folds, table, rows, workdir: Path) -> None:
   ]
   plots.ranked_instances(
     out / f'{stem}ranked_instances.png', picture,
-    f'{name}: bags by score, highest first (mean over {config.train.runs}'
-    ' repeats); attention and regions are those of the first repeat,\nfrom the'
+    f'{name}: bags by score, highest first (mean of all repeats);'
+    ' attention and regions are those of the first repeat,\nfrom the'
     ' model whose fold held the bag out; region numbers mean nothing across'
     ' folds',
   )  # fmt: skip

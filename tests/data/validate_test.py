@@ -2,7 +2,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tmlib.data.bag import Bag
+from tmlib.data.bag import Bag, batch_bags, pad_bag
 from tmlib.data.validate import make_bag, select_nonempty, validate_bag
 from tmlib.ops.graph import knn_graph
 
@@ -125,3 +125,36 @@ def test_empty_bags_by_policy():
   with pytest.raises(ValueError, match="'skip' or 'error'"):
     select_nonempty(bags, on_empty='drop')
   np.testing.assert_array_equal(select_nonempty(bags[:1]), [0])
+
+
+def test_an_edge_list_is_no_graph():
+  edges = np.array([[0, 1, 2], [1, 2, 3]])
+  words = (
+    r'graph of s must be a PatchGraph, got a ndarray of shape \(2, 3\); .*'
+  )
+  with pytest.raises(TypeError, match=words + r'ell_from_edges\(edges, n\)'):
+    make_bag(_X, graph=edges, source='s')
+  with pytest.raises(TypeError, match=r'graph of bags\[0\] must be a PatchGr'):
+    batch_bags([Bag(_X, np.ones(5, bool), graph=edges)])
+
+
+def test_arrays_are_no_bags():
+  words = (
+    r'must be a Bag, got a ndarray of shape \(5, 4\); make_bag\(features\)'
+  )
+  with pytest.raises(TypeError, match=r'bags\[1\] ' + words):
+    batch_bags([make_bag(_X), _X])
+  with pytest.raises(TypeError, match='bag ' + words):
+    pad_bag(_X, 8)
+  with pytest.raises(TypeError, match='s.h5 ' + words):
+    validate_bag(_X, source='s.h5')
+  with pytest.raises(TypeError, match=r'bags must be a list, .* pass \[bag\]'):
+    batch_bags(make_bag(_X))
+
+
+def test_a_batch_is_not_batched_again():
+  batch = batch_bags([make_bag(_X)])
+  with pytest.raises(
+    ValueError, match=r'shape \(1, 16, 4\), expected \[N, P\]'
+  ):
+    batch_bags([batch])

@@ -207,3 +207,13 @@ def test_errors():
   model = create_model('mean_pool', 2)
   with pytest.raises(ValueError, match="'mean' or 'max'"):
     model.clone(pool='sum').init(jax.random.key(0), batch_bags(_bags()))
+
+
+@models
+def test_only_a_batch_of_bags_is_taken(name):
+  model = create_model(name, 2, hidden=4)
+  init = lambda bag: jax.eval_shape(model.init, jax.random.key(0), bag)
+  with pytest.raises(TypeError, match=r'bag must be a Bag, got .* \(5, 6\)'):
+    init(np.ones((5, 6), np.float32))
+  with pytest.raises(ValueError, match=r'shape \(5, 6\), expected \[B, N, P\]'):
+    init(_bags()[0])

@@ -21,6 +21,7 @@ __all__ = [
   'batch_bags',
   'bucket_size',
   'check_alike',
+  'check_bag',
   'pad_bag',
   'subsample_bag',
   'widen',
@@ -52,6 +53,45 @@ class Bag(struct.PyTreeNode):
   concepts: Array | None = None
   segment_ids: Array | None = None
   num_segments: int = struct.field(pytree_node=False, default=1)
+
+
+def check_bag(
+  bag: Any, name: str = 'bag', ndims: tuple[int, ...] = (2, 3)
+) -> None:
+  """Checks that something is a bag, or a batch of bags.
+
+  Args:
+    bag: what was given.
+    name: for the message.
+    ndims: numbers of axes that its features may have.
+
+  Raises:
+    TypeError: no Bag, or a graph that is no neighbour table.
+    ValueError: features of another number of axes.
+  """
+  if not isinstance(bag, Bag):
+    raise TypeError(
+      f'{name} must be a Bag, got {_described(bag)}; make_bag(features) makes'
+      ' one from an array [N, P], and batch_bags a batch from a list of them'
+    )
+  if bag.graph is not None and not hasattr(bag.graph, 'nbr'):
+    raise TypeError(
+      f'graph of {name} must be a PatchGraph, got {_described(bag.graph)}; make'
+      ' one by tmlib.ops.graph.ell_from_edges(edges, n) with edges [E, 2]'
+      ' (transpose a list [2, E])'
+    )
+  shape = jnp.shape(bag.features)
+  if len(shape) not in ndims:
+    wanted = ' or '.join({2: '[N, P]', 3: '[B, N, P]'}[n] for n in ndims)
+    raise ValueError(
+      f'features of {name} have shape {shape}, expected {wanted}; batch_bags('
+      '[bag]) adds the axis B'
+    )
+
+
+def _described(x: Any) -> str:
+  shape = f' of shape {x.shape}' if hasattr(x, 'shape') else ''
+  return f'a {type(x).__name__}{shape}'
 
 
 def bucket_size(n: int, smallest: int = 16) -> int:
@@ -93,8 +133,10 @@ def pad_bag(bag: Bag, n: int) -> Bag:
     Bag with leaves [n, ...], NumPy.
 
   Raises:
+    TypeError: no Bag.
     ValueError: n < N.
   """
+  check_bag(bag, ndims=(2,))
   size = len(bag.mask)
   if n < size:
     raise ValueError(
@@ -125,10 +167,15 @@ def batch_bags(bags: list[Bag], n: int | None = None) -> Bag:
     Bag with leaves [B, n, ...], NumPy.
 
   Raises:
+    TypeError: something else than a list of bags.
     ValueError: no bags, a bag larger than n, or bags that differ in their
       fields, feature size or number of segments.
   """
+  if isinstance(bags, Bag):
+    raise TypeError('bags must be a list, got a Bag; pass [bag]')
   bags = list(bags)
+  for index, bag in enumerate(bags):
+    check_bag(bag, f'bags[{index}]', (2,))
   if not bags:
     raise ValueError('batch_bags needs at least one bag, got none')
   for index, bag in enumerate(bags[1:], 1):

@@ -141,15 +141,29 @@ def _read_lines(path: Path) -> list[str]:
   if widths[0] < 3:
     raise ValueError(
       f'{path}: line 1 has {widths[0]} columns; expected label, bag id and at '
-      'least one feature, separated by commas'
+      f'least one feature, separated by commas{_separator_hint(lines[0])}'
     )
   ragged = np.flatnonzero(widths != widths[0])
   if len(ragged):
+    line = int(ragged[0])
+    if not lines[line].strip():
+      raise ValueError(f'{path}: line {line + 1} is blank; remove it')
+    quoted = '"' in lines[line] or '"' in lines[0]
+    hint = '; a comma within quotes separates too: rename' if quoted else ''
     raise ValueError(
-      f'{path}: line {ragged[0] + 1} has {widths[ragged[0]]} columns but line '
-      f'1 has {widths[0]} ({len(ragged)} such lines)'
+      f'{path}: line {line + 1} has {widths[line]} columns but line '
+      f'1 has {widths[0]} ({len(ragged)} such lines){hint}'
     )
   return lines
+
+
+def _separator_hint(line: str) -> str:
+  """What else the fields of a line seem to be separated by."""
+  others = {';': 'semicolons', '\t': 'tabs', ' ': 'spaces'}
+  for letter, name in others.items():
+    if len(line.strip().split(letter)) >= 3:
+      return f', not by {name}: save it with commas'
+  return ''
 
 
 def _parse(
@@ -188,11 +202,21 @@ def _raise_not_a_number(path: Path, lines: list[str]) -> None:
       try:
         float(field)
       except ValueError:
-        hint = '; the format has no header' if number == 1 else ''
         raise ValueError(
           f'{path}: line {number}, column {column}: {field.strip()!r} is not '
-          f'a number{hint}'
+          f'a number{_number_hint(field, number, column)}'
         ) from None
+
+
+def _number_hint(field: str, line: int, column: int) -> str:
+  """What to do about a field that is not a number."""
+  if field.strip()[:1] in ('"', "'"):
+    return '; save numbers without quotes'
+  if line == 1:
+    return '; the format has no header'
+  if column == 0 and field.strip():
+    return '; write class labels as numbers, such as 0 and 1'
+  return ''
 
 
 def _check_labels(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kernels_pallas.graph import PatchGraph
-from tmlib.data.bag import Bag
+from tmlib.data.bag import Bag, check_bag
 
 __all__ = ['make_bag', 'select_nonempty', 'validate_bag']
 
@@ -76,10 +76,12 @@ def validate_bag(
     The bag, NumPy.
 
   Raises:
-    TypeError: features that are not real numbers.
+    TypeError: features that are not real numbers, no Bag, or a graph that is
+      no neighbour table.
     ValueError: wrong rank or dimension, lengths that differ, NaN or infinite
       values in a real instance, fractional coordinates.
   """
+  check_bag(bag, source, tuple(range(5)))  # the rank is checked below
   features = _real(bag.features, 'features', source)
   if features.ndim == 3 and features.shape[0] == 1:
     bag = bag.replace(mask=np.asarray(bag.mask).reshape(-1))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from tmlib.data.bag import check_bag
 from tmlib.mil.attention import AttentionScores
 from tmlib.mil.bag import Bag
 from tmlib.mil.dropout import bag_dropout
@@ -63,8 +64,7 @@ class ABMIL(nn.Module):
     Returns:
       MILOutput.
     """
-    keys = _dropout_keys(self, bag, train, dropout_keys)
-    hidden = _embed(bag, self.hidden, self.dropout, keys, self.dtype)
+    hidden = _embed(self, bag, train, dropout_keys)
     scores = AttentionScores(
       self.attention, self.gated, self.dtype, name='attention'
     )(hidden)
@@ -103,8 +103,7 @@ class PoolMIL(nn.Module):
     """Maps a batch of bags to a MILOutput; see `ABMIL.__call__`."""
     if self.pool not in ('mean', 'max'):
       raise ValueError(f"pool must be 'mean' or 'max', got {self.pool!r}")
-    keys = _dropout_keys(self, bag, train, dropout_keys)
-    hidden = _embed(bag, self.hidden, self.dropout, keys, self.dtype)
+    hidden = _embed(self, bag, train, dropout_keys)
     hidden = hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
     pool = mean_pool if self.pool == 'mean' else max_pool
     pooled, share = pool(hidden, bag.mask, bag.segment_ids, bag.num_segments)
@@ -146,12 +145,14 @@ def create_model(name: str, num_classes: int, **options) -> nn.Module:
   return MODELS[name](num_classes, **options)
 
 
-def _embed(bag, hidden, rate, keys, dtype):
+def _embed(module, bag, train, dropout_keys):
   """H = dropout(relu(W x + b)), [B, N, D]; called inside a compact module."""
+  check_bag(bag, ndims=(3,))
+  keys = _dropout_keys(module, bag, train, dropout_keys)
   # Padding may hold NaN, which would reach the kernel's gradient as 0 * NaN.
   features = jnp.where(bag.mask[..., None], bag.features, 0)
-  dense = nn.Dense(hidden, dtype=dtype, name='embed')
-  return bag_dropout(nn.relu(dense(features)), rate, keys)
+  dense = nn.Dense(module.hidden, dtype=module.dtype, name='embed')
+  return bag_dropout(nn.relu(dense(features)), module.dropout, keys)
 
 
 def _dropout_keys(module, bag, train, dropout_keys):

@@ -1,7 +1,7 @@
 """Reaction-diffusion on patch graphs: TMEvolve and its predecessors."""
 
 from kernels_pallas.graph import ell_sddmm, ell_spmm
-from tmlib.ops.graph import ell_from_grid
+from tmlib.ops.graph import ell_from_grid, grid_index
 from tmlib.reaction_diffusion.concepts import (
   check_concept_matrix,
   concept_field,
@@ -123,6 +123,7 @@ __all__ = [
   'grand_tau',
   'gread',
   'gread_tau',
+  'grid_index',
   'heun',
   'identifiable_tables',
   'imex_cg',

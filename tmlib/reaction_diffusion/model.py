@@ -19,6 +19,7 @@ import numpy as np
 from flax import linen as nn
 
 # The family is built on bags.
+from tmlib.data.bag import check_bag
 from tmlib.mil import Bag, MILOutput
 from tmlib.reaction_diffusion import conductance as edges
 from tmlib.reaction_diffusion import diagnostics, readout
@@ -184,6 +185,7 @@ class TMEvolve(nn.Module):
       MILOutput, with one bag per row, or S bags where rows are packed.
 
     Raises:
+      TypeError: no Bag, or a graph that is no neighbour table.
       ValueError: a bag without graph for steps > 0, concepts that do not fit.
     """
     self._check_bag(bag)
@@ -254,6 +256,7 @@ class TMEvolve(nn.Module):
     return _drop_axis(output) if bag.segment_ids is None else output
 
   def _check_bag(self, bag: Bag) -> None:
+    check_bag(bag)
     if self.steps > 0 and bag.graph is None:
       raise ValueError(
         f'steps={self.steps} needs a patch graph but bag.graph is None; build '

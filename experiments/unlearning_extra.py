@@ -252,6 +252,7 @@ def far_from_local(
   ridge: float,
   loss: str,
   forget: dict[str, np.ndarray],
+  steps: tuple[int, int] = (30, 15),
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
   """Predicted against true gap of doing nothing, float64, warm retrains.
 
@@ -265,6 +266,7 @@ def far_from_local(
     ridge: of the objective in sums.
     loss: 'softmax' or 'square'.
     forget: {kind: indices}.
+    steps: of the full and of the retrained model.
 
   Returns:
     {kind: (relative errors, cosines)}, each [2] for forget and retain set.
@@ -276,11 +278,11 @@ def far_from_local(
       network, (x.shape[1], table.classes), hidden, ridge, 1.0
     )
     start = jax.tree.map(jnp.float64, net.init(jax.random.key(0)))
-    full = _minimise(net, start, {'x': x, 'y': y}, loss, 30)
+    full = _minimise(net, start, {'x': x, 'y': y}, loss, steps[0])
     for kind, index in forget.items():
       kept, gone = ul.split_indices(len(x), index)
       part = lambda i: {'x': x[i], 'y': y[i]}
-      again = _minimise(net, full, part(kept), loss, 15)
+      again = _minimise(net, full, part(kept), loss, steps[1])
       truth = np.asarray(net.apply(full, x) - net.apply(again, x))
       gap = ul.predict_gap(
         net.apply, loss, full, part(kept), part(gone), x, ridge,

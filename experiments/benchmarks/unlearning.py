@@ -3,8 +3,9 @@
   python experiments/benchmarks/unlearning.py
 
 Prints seconds and curvature products of the matrix-free audit, beside one
-dense solve (which needs the [P, P] curvature) and beside retraining, and the
-peak memory of a curvature product for growing retain sets.
+dense solve (`--dense`; it needs all retain rows and the [P, P] curvature) and
+beside retraining, and the temporary memory of a curvature product for growing
+retain sets.
 """
 
 import argparse
@@ -101,8 +102,10 @@ def main():
   )
   cpu = time.process_time() - cpu
   print(
-    f'audit: {seconds:.1f} s, {cpu:.1f} CPU-seconds (with compilation); '
-    f'lmax {report.lmax:.3g}, recommended {report.recommendation}'
+    f'audit: {seconds:.1f} s, {cpu:.1f} CPU-seconds (with compilation), '
+    f'{report.products} curvature products, worst residual '
+    f'{report.residual:.1e}; lmax {report.lmax:.3g}, recommended '
+    f'{report.recommendation}, flags {list(report.flags)}'
   )
   v = params
   product = jax.jit(
@@ -113,11 +116,11 @@ def main():
   print(f'one curvature product: {1e3 * seconds:.1f} ms')
   seconds, _ = _seconds(lambda: _train(apply, params, retain, ridge))
   print(f'retraining, 300 gradient steps: {seconds:.1f} s (with compilation)')
-  if args.dense:
-    _dense(apply, params, retain, ridge)
   _memory(apply, params, 256)
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
   print(f'\npeak memory of the process: {peak:.0f} MiB')
+  if args.dense:
+    _dense(apply, params, retain, ridge)
 
 
 def _dense(apply, params, retain, ridge):
@@ -129,6 +132,8 @@ def _dense(apply, params, retain, ridge):
     )
   )
   print(f'one dense solve: {seconds:.1f} s')
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+  print(f'peak memory with it: {peak:.0f} MiB')
 
 
 if __name__ == '__main__':

@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from experiments import unlearning_measure, unlearning_sets, unlearning_stats
+from experiments import (
+  unlearning_extra,
+  unlearning_measure,
+  unlearning_sets,
+  unlearning_stats,
+)
 
 
 def test_kendall_tau_by_hand():
@@ -66,6 +71,73 @@ def test_tables_are_standardised_and_flipped():
   np.testing.assert_allclose(table.x[:, :-1].mean(0), 0, atol=1e-5)
   with pytest.raises(ValueError, match='allowed'):
     unlearning_sets.load_table('iris', 100, 6, 0.1, 0)
+
+
+def test_constant_choice_is_made_per_network():
+  # Network 0 is best served by a, network 1 by b; two data sets each.
+  realised = {'a': np.array([1.0, 1, 4, 4]), 'b': np.array([2.0, 2, 1, 1])}
+  worst = {'a': np.array([2.0, 2, 1, 1]), 'b': np.array([1.0, 1, 2, 2])}
+  network, group = np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1])
+  got = unlearning_stats.top1_regret(
+    worst, realised, group, ['a', 'b'], network
+  )
+  np.testing.assert_allclose(got['constant'], 0)
+  np.testing.assert_allclose(got['oracle constant'], 0)
+  np.testing.assert_allclose(got['audit'], [1, 1, 2, 2])
+  pooled = unlearning_stats.top1_regret(worst, realised, group, ['a', 'b'])
+  np.testing.assert_allclose(pooled['oracle constant'], [1, 1, 0, 0])
+
+
+def digits(n, flipped):
+  """Raw pixels in [0, 1] and a constant; the first labels are wrong."""
+  from sklearn.datasets import load_digits
+
+  x, y = load_digits(return_X_y=True)
+  rng = np.random.default_rng(0)
+  chosen = rng.permutation(len(x))[:n]
+  x, y = np.c_[x[chosen] / 16, np.ones(n)], y[chosen]
+  wrong = np.arange(n) < flipped
+  y = np.where(wrong, (y + rng.integers(1, 10, n)) % 10, y)
+  return unlearning_sets.Table(x, y, wrong, x[:1], y[:1])
+
+
+@pytest.mark.slow
+def test_softmax_regression_on_digits_is_predicted():
+  forget = {
+    'random': 20 + np.random.default_rng(1).choice(380, 20, replace=False),
+    'mislabelled': np.arange(20),
+  }
+  found = unlearning_extra.far_from_local(
+    digits(400, 20), 'softmax', 0, 1.0, 'softmax', forget, (10, 6)
+  )
+  for kind, (_, cosine) in found.items():
+    assert min(cosine) > 0.95, (kind, cosine)
+
+
+def test_square_loss_of_a_linear_network_is_predicted_exactly():
+  forget = {'mislabelled': np.arange(6)}
+  found = unlearning_extra.far_from_local(
+    digits(80, 6), 'softmax', 0, 1.0, 'square', forget, (2, 1)
+  )
+  error, cosine = found['mislabelled']
+  np.testing.assert_allclose(error, 0, atol=1e-9)
+  np.testing.assert_allclose(cosine, 1)
+
+
+def test_cnn_by_hand():
+  net = unlearning_sets.make_network('cnn', (17, 2), 1, 0.1, 1.0)
+  params = {
+    'k': np.zeros((3, 3, 1, 1), np.float32),
+    'c': np.zeros(1, np.float32),
+    'v': np.ones((4, 2), np.float32),
+  }
+  params['k'][0, 0] = 1  # picks one pixel of each window
+  x = np.concatenate([np.arange(16.0), [1.0]])[None].astype(np.float32) / 20
+  # 4 x 4 pixels, stride 2, one row and column of padding below and right.
+  want = np.tanh(np.array([0, 2, 8, 10]) / 20).sum()
+  np.testing.assert_allclose(net.apply(params, x), [[want] * 2], rtol=1e-5)
+  with pytest.raises(ValueError, match='square images'):
+    unlearning_sets.make_network('cnn', (16, 2), 1, 0.1, 1.0)
 
 
 @pytest.mark.slow

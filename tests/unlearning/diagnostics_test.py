@@ -9,7 +9,7 @@ import pytest
 from absl.testing import absltest
 
 from tmlib import unlearning as ul
-from tmlib.unlearning import diagnostics
+from tmlib.unlearning import diagnostics, netaudit
 
 
 def make(n=40, f=5, d=8, ridge=0.7, c=2, seed=0):
@@ -91,6 +91,60 @@ class AuditTest(absltest.TestCase):
       )
       with pytest.warns(UserWarning, match='5 of 5 forget points'):
         self.assertEqual(ul.audit(copy).flags, ('duplicates',))
+
+  def test_nothing_is_ever_nan(self):
+    p = make()
+    eye = np.eye(8)
+    fit = lambda X: X @ np.ones((8, 2))
+    cases = {
+      'no leverage': p.replace(X_F=0 * p.X_F),
+      'perfect fit': p.replace(Y_R=fit(p.X_R), Y_F=fit(p.X_F), ridge=0.0),
+      'orthogonal': p.replace(
+        X_R=np.repeat(eye[:4], 3, 0), Y_R=np.ones((12, 2)),
+        X_F=eye[5:], Y_F=np.ones((3, 2)),
+      ),
+      'tiny ridge': p.replace(ridge=1e-300),
+      'huge ridge': p.replace(ridge=1e300),
+      'one retain point': p.replace(X_R=p.X_R[:1], Y_R=p.Y_R[:1]),
+      'five copies': p.replace(X_F=np.repeat(p.X_F[:1], 5, 0)),
+    }  # fmt: skip
+    with jax.enable_x64(True), warnings.catch_warnings():
+      warnings.simplefilter('ignore')
+      found = {name: ul.audit(q) for name, q in cases.items()}
+    for name, report in found.items():
+      for field, value in report._asdict().items():
+        if field == 'predicted':
+          value = list(value.values())
+        if field not in ('recommendation', 'reason', 'flags'):
+          self.assertFalse(np.isnan(value).any(), f'{name}: {field}')
+    for name in ('no leverage', 'perfect fit'):
+      self.assertEqual(found[name].recommendation, 'none', name)
+      self.assertIn('nothing_to_undo', found[name].flags)
+      self.assertEqual(found[name].predicted['woodbury_influence'], (0, 0))
+    self.assertEqual(found['no leverage'].rho_c, np.inf)
+    # R and F share no direction: R is untouched, all of F is in null(X_R).
+    self.assertEqual(found['orthogonal'].idle[1], 0)
+    self.assertAlmostEqual(found['orthogonal'].null_share, 1)
+    self.assertEqual(found['tiny ridge'].null_share, 0)
+
+  def test_a_weight_beyond_the_critical_one(self):
+    with jax.enable_x64(True):
+      report = ul.audit(make())
+    self.assertEqual(
+      ul.check_weight(report, report.rho_c / 2, reduction='sum'), 0.5
+    )
+    with pytest.warns(UserWarning, match='diverge with more steps'):
+      ul.check_weight(report, 2 * report.alpha_c, reduction='mean')
+    with pytest.warns(UserWarning, match='rho_c_local'):
+      ul.check_weight(
+        report._replace(local=True), 2 * report.rho_c, reduction='sum'
+      )
+    for match, weight, reduction in (
+      ('weight=-1', -1.0, 'sum'),
+      ('reduction', 1.0, 'batch'),
+    ):
+      with pytest.raises(ValueError, match=match):
+        ul.check_weight(report, weight, reduction=reduction)
 
   def test_recommendations(self):
     gaps = {'cheap': (0.105, 0.1), 'exact': (0.1, 0.1), 'bad': (2.0, np.inf)}
@@ -184,6 +238,53 @@ class NetworkAuditTest(absltest.TestCase):
       np.testing.assert_array_equal(free.harmed, np.argsort(-harm)[:10])
       close(free.alpha_c, 6 / 40 / dense.lmax, 1e-5)
       self.assertTrue(free.local)
+      self.assertLess(free.residual, 1e-11)
+      # An upper bound of zero here: R sees every direction that F needs.
+      self.assertLess(dense.null_share, 1e-20)
+      self.assertTrue(0 <= free.null_share < 0.01)
+      # At least one product per solve: 12 Lanczos steps for each probe.
+      self.assertGreater(free.products, 120)
+
+  def test_null_share_is_an_upper_bound_and_exact_when_resolved(self):
+    rng = np.random.default_rng(0)
+    X, g = 0.2 * rng.normal(size=(6, 20)), rng.normal(size=20)
+    G, ridge = X.T @ X, 0.3
+    x = np.linalg.solve(G + ridge * np.eye(20), g)
+    P = np.eye(20) - np.linalg.pinv(X) @ X
+    want = (g @ P @ g / ridge) / (g @ x)
+    self.assertTrue(0.5 < want < 0.99)
+    with jax.enable_x64(True):
+      # Six directions and null(X): the Krylov space closes after seven steps.
+      got = [
+        float(
+          netaudit._null_share(lambda v: G @ v, jnp.asarray(g), x, ridge, k)
+        )
+        for k in (1, 2, 4, 7, 10)
+      ]
+      nothing = netaudit._null_share(lambda v: G @ v, 0 * g, 0 * x, ridge, 4)
+      self.assertEqual(float(nothing), 0)
+    np.testing.assert_allclose(got[3:], want, rtol=1e-9)
+    for value in got[:3]:
+      self.assertTrue(want - 1e-12 <= value <= 1)
+
+  def test_named_doubts(self):
+    rng = np.random.default_rng(0)
+    draw = lambda *s: jnp.asarray(rng.normal(size=s), jnp.float32)
+    params = {'w': draw(5, 4) / 2, 'v': draw(4, 3) / 2}
+    x, y = draw(46, 5), rng.integers(0, 3, 46)
+    args = (net, 'softmax', params)
+    forget = {'x': x[:6], 'y': y[:6]}
+    with warnings.catch_warnings(record=True) as caught:
+      warnings.simplefilter('always')
+      # The whole set as retain set, and three steps for cond ~ 1e8.
+      got = ul.audit_network(
+        *args, {'x': x, 'y': y}, forget, 1e-7, solver=ul.Solver(max_steps=3)
+      )
+    self.assertEqual(
+      got.flags,
+      ('duplicates', 'not_stationary', 'not_converged', 'ill_conditioned'),
+    )
+    self.assertLen([w for w in caught if w.category is UserWarning], 4)
 
   def test_bad_input(self):
     params = {'w': jnp.ones((5, 4)), 'v': jnp.ones((4, 3))}

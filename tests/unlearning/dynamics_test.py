@@ -87,6 +87,21 @@ class DynamicsTest(parameterized.TestCase):
             scale = max(t.idle, np.linalg.norm(want))
             self.assertLessEqual(error, rtol * scale, spec.name)
 
+  @parameterized.parameters(0, 1, 2, 17, 64, 255)
+  def test_any_number_of_steps(self, steps):
+    p = make(**REGIMES['wide'])
+    t = Truth(p)
+    with jax.enable_x64(True):
+      for spec in (
+        ul.graddiff(0.3 / t.lmax, reduction='sum', lr=t.lr, steps=steps),
+        ul.retain_finetune(steps=min(steps, 8), solver='cg'),
+      ):
+        gap = ul.closed_form_gap(p, spec)
+        D = np.asarray(ul.simulate(p, spec)[-1]) - t.retain
+        for got, X in ((gap.forget, p.X_F), (gap.retain, p.X_R)):
+          error = np.linalg.norm(got - X @ D)
+          self.assertLessEqual(error, 1e-9 * t.idle, spec.name)
+
   def test_simulation_is_what_people_run(self):
     # Hand-written loops in NumPy; nothing of the family in them.
     p = make(**REGIMES['tall'])
@@ -227,6 +242,24 @@ class DynamicsTest(parameterized.TestCase):
         limit = ul.closed_form_gap(p, spec)
         late = ul.closed_form_gap(p, spec._replace(steps=20_000))
         np.testing.assert_allclose(limit.theta, late.theta, atol=1e-8)
+
+  def test_limit_with_complex_eigenvalues(self):
+    # G M = [[1, -5], [5, 1]] has 1 +- 5i: |1 - lr e| < 1 iff lr < 2 / 26.
+    eye, turn = np.eye(2), np.array([[1.0, -5.0], [5.0, 1.0]])
+    p = ul.RidgeProblem(eye, eye, np.ones((1, 2)), np.zeros((1, 2)), 0.0)
+    with jax.enable_x64(True):
+      spec = ul.UnlearnSpec('turn', weight_R=1.0, geometry=turn, steps=None)
+      near, far = spec._replace(lr=0.076), spec._replace(lr=0.078)
+      np.testing.assert_allclose(
+        ul.closed_form_gap(p, near).theta, 0, atol=1e-12
+      )
+      with pytest.raises(ValueError, match='below 7.692e-02'):
+        ul.closed_form_gap(p, far)
+      size = lambda s: np.linalg.norm(
+        ul.closed_form_gap(p, s._replace(steps=20_000)).theta
+      )
+      self.assertLess(size(near), 1e-3)
+      self.assertGreater(size(far), 1e3)
 
   @parameterized.parameters(*REGIMES)
   def test_threshold_within_one_percent(self, regime):
@@ -371,6 +404,27 @@ class BadInputTest(absltest.TestCase):
         ),
       ),
       ('diverges', lambda: ul.closed_form_gap(p, ul.retain_finetune(10.0))),
+      (
+        'overflow within 1000000 steps',
+        lambda: ul.closed_form_gap(p, ul.gradient_ascent(0.1, 10**6)),
+      ),
+      ('integer', lambda: ul.closed_form_gap(p, ul.gradient_ascent(0.1, 2.5))),
+      ('lr holds', lambda: ul.closed_form_gap(p, ul.gradient_ascent(np.nan))),
+      (
+        'target_F holds NaN',
+        lambda: ul.closed_form_gap(p, ul.relabel(p.Y_F * np.nan)),
+      ),
+      (
+        'weight_F has shape',
+        lambda: ul.closed_form_gap(p, ul.UnlearnSpec('x', np.ones(3))),
+      ),
+      (
+        'projection has shape',
+        lambda: ul.closed_form_gap(
+          p, ul.projected(ul.gradient_ascent(0.1), np.ones((3, 3)))
+        ),
+      ),
+      ('must be > 0', lambda: ul.critical_weight(1.0, 'mean', 0, 3)),
       ('match', lambda: ul.stopping_time(p, ul.gradient_ascent(0.1, 2), 'x')),
       (
         'match',

@@ -92,6 +92,35 @@ class GGNTest(parameterized.TestCase):
         ravel_pytree(grad)[0], -np.einsum('bcp,bc->p', J, rho), rtol=1e-9
       )
 
+  def test_memory_does_not_grow_with_the_retain_set(self):
+    params, _, _ = jax.tree.map(np.float32, setting(width=30))
+
+    def temporary(n, fun):
+      shapes = {
+        'x': jax.ShapeDtypeStruct((n, 5), np.float32),
+        'y': jax.ShapeDtypeStruct((n, 3), np.float32),
+        'weight': jax.ShapeDtypeStruct((n,), np.float32),
+      }
+      compiled = jax.jit(fun).lower(shapes).compile()
+      return compiled.memory_analysis().temp_size_in_bytes
+
+    product = lambda size: (
+      lambda d: ggn.ggn_matvec(
+        net, 'softmax', params, d, params, batch_size=size
+      )
+    )
+    few, many = temporary(512, product(64)), temporary(8192, product(64))
+    self.assertLess(many, 1.1 * few)
+    self.assertGreater(temporary(8192, product(None)), 10 * many)
+    rows = lambda d: ggn.map_examples(lambda b: net(params, b['x']), d, 64)
+    self.assertLess(temporary(8192, rows), 8192 * 3 * 4 * 3)
+
+  def test_map_examples_joins_minibatches(self):
+    x = np.arange(46.0)[:, None]
+    for size in (None, 1, 7, 23, 46, 100):
+      got = ggn.map_examples(lambda b: 2 * b['x'][:, 0], {'x': x}, size)
+      np.testing.assert_array_equal(got, 2 * x[:, 0])
+
   def test_weights_are_repetitions(self):
     with jax.enable_x64(True):
       params, retain, _ = setting()

@@ -196,6 +196,25 @@ class BadInputTest(absltest.TestCase):
     self.bad('ridge', ridge=-1.0)
     self.bad('prior has shape', prior=np.zeros((1, 1), np.float32))
     self.bad('floats', error=TypeError, X_F=np.ones((3, 4), int))
+    self.bad('pass floats', error=TypeError, X_F=self.p.X_F.astype(str))
+    self.bad('masked', error=TypeError, X_F=np.ma.masked_less(self.p.X_F, 0))
+    self.bad('finite', ridge=np.inf)
+    self.bad('one number', error=TypeError, ridge='1.0')
+    self.bad('one number', error=TypeError, ridge=[1.0, 2.0])
+
+  def test_lists_are_arrays(self):
+    p = ul.RidgeProblem([[1.0]], [[3.0]], [[2.0]], [[9.0]], 1.0)
+    with jax.enable_x64(True):
+      np.testing.assert_allclose(ul.fit_retain(p), [[1.5]])
+
+  def test_queries(self):
+    with pytest.raises(ValueError, match='X_Q has 2 features'):
+      ul.cross_leverage(self.p, np.ones((1, 2), np.float32))
+    with pytest.raises(ValueError, match='X_Q holds NaN'):
+      ul.cross_leverage(self.p, np.full((1, 4), np.nan, np.float32))
+    wide = jax.tree.map(np.float32, make(8, 3, 12, 0.0))
+    with pytest.raises(ValueError, match='A_R is singular'):
+      ul.cross_leverage(wide, np.ones((1, 12), np.float32))
 
   def test_float64_is_never_cast_in_silence(self):
     self.bad('x64 is off', X_F=np.float64(self.p.X_F))
@@ -224,6 +243,10 @@ class BadInputTest(absltest.TestCase):
   def test_weights_and_copies(self):
     with pytest.raises(ValueError, match='negative'):
       ul.weigh(self.p, w_F=np.float32([1, -1, 1]))
+    with pytest.raises(ValueError, match='w_F is zero throughout'):
+      ul.weigh(self.p, w_F=np.zeros(3))
+    with pytest.raises(ValueError, match='w_F has shape .2,.'):
+      ul.weigh(self.p, w_F=np.ones(2))
     both = np.concatenate([self.p.X_R, self.p.X_F[:2]])
     self.assertEqual(ul.duplicates(both, self.p.X_F)[0], 2)
     self.assertEqual(ul.duplicates(self.p.X_R, self.p.X_F)[0], 0)

@@ -222,6 +222,27 @@ class UnlearnerTest(parameterized.TestCase):
     two, _ = method.update(state, padded | {'x': np.nan_to_num(padded['x'])})
     np.testing.assert_allclose(one.params['w'], two.params['w'], atol=1e-6)
 
+  def test_a_label_without_an_output_is_not_ignored(self):
+    params, arrays, roles, _ = setting()
+    arrays['y'] = arrays['y'] + 1
+    arrays['forget'] = (roles[0] == 2).astype(np.float32)
+    build = ul.unlearner(
+      'graddiff', linear_net, 'softmax', params, optax.sgd(0.1)
+    )
+    with pytest.raises(FloatingPointError, match='loss'):
+      train.fit(build, train.array_data(arrays, N), steps=30, writers=())
+    # A padded row may hold any label.
+    method = build(None)
+    batch = arrays | {
+      'y': np.where(arrays['y'] < C, arrays['y'], 0),
+      'weight': (arrays['y'] < C).astype(np.float32),
+      'id': np.arange(N, dtype=np.int32),
+    }
+    state = method.init(jax.random.key(0), batch)
+    one, _ = method.update(state, batch)
+    two, _ = method.update(state, batch | {'y': arrays['y']})
+    np.testing.assert_allclose(one.params['w'], two.params['w'])
+
   def test_every_run_has_its_own_share_of_the_ridge(self):
     params, arrays, roles, _ = setting()
     data = data_lib.request_data(

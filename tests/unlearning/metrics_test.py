@@ -46,15 +46,38 @@ class MetricsTest(absltest.TestCase):
     self.assertAlmostEqual(statistic, distance(a, b))
     self.assertAlmostEqual(p, np.mean(np.array(ds) >= distance(a, b) - 1e-12))
 
+  def test_tofu_log_by_hand(self):
+    forget = {
+      'avg_paraphrased_loss': {'0': 1.0, '7': 0.5},
+      'average_perturb_loss': {'0': [2.0, 4.0], '7': [0.5, 0.5]},
+    }
+    folder = Path(self.create_tempdir().full_path)
+    (folder / 'one.json').write_text(json.dumps(forget))
+    both = {'eval_log.json': {}, 'eval_log_forget.json': forget}
+    (folder / 'all.json').write_text(json.dumps(both))
+    for name in ('one.json', 'all.json'):
+      got = ul.tofu_truth_ratios(folder / name)
+      # Per token: wrong e^-3 (geometric mean), right e^-1.
+      self.assertAlmostEqual(got['0'], np.exp(-2))
+      self.assertAlmostEqual(got['7'], 1)
+    (folder / 'none.json').write_text('{}')
+    with pytest.raises(ValueError, match='avg_paraphrased_loss'):
+      ul.tofu_truth_ratios(folder / 'none.json')
+
   def test_ks_of_tofu_logs(self):
-    """Where TOFU_LOGS names a folder of JSON lists `unlearned`, `retrained`."""
+    """TOFU_LOGS names the `data` folder of a checkout of locuslab/tofu."""
     folder = os.environ.get('TOFU_LOGS')
     if not folder:
       self.skipTest('TOFU_LOGS is not set')
-    for path in sorted(Path(folder).glob('*.json')):
-      log = json.loads(path.read_text())
-      want = scipy.stats.ks_2samp(log['unlearned'], log['retrained'])
-      got = ul.forget_quality_ks(log['unlearned'], log['retrained'])
+    log = 'eval_results/ds_size300/eval_log_aggregated.json'
+    read = lambda run: ul.tofu_truth_ratios(Path(folder) / run / log)
+    full = read('ft_epoch5_lr2e-05_phi_full_wd0.01')
+    for size in (90, 95, 99):
+      retrained = read(f'ft_epoch5_lr2e-05_phi_retain{size}_wd0.01')
+      shared = [k for k in full if k in retrained]
+      pair = [[r[k] for k in shared] for r in (full, retrained)]
+      want = scipy.stats.ks_2samp(*pair)
+      got = ul.forget_quality_ks(*pair)
       np.testing.assert_allclose(got, (want.statistic, want.pvalue))
 
   def test_membership(self):

@@ -51,6 +51,7 @@ from tmlib.unlearning.metrics import (
   kl_to_retrained,
   membership_auc,
   relative_error,
+  tofu_truth_ratios,
   truth_ratio,
 )
 from tmlib.unlearning.netaudit import audit_network
@@ -144,6 +145,7 @@ __all__ = [
   'stationarity',
   'stopping_time',
   'sum_weight',
+  'tofu_truth_ratios',
   'truth_ratio',
   'unlearner',
   'weigh',

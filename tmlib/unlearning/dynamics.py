@@ -8,7 +8,7 @@ grad J = M D - b, so that th <- th - lr P G grad J gives after k steps
 
 Write C = P G = U diag(s) V'. The iterates stay in D_0 + span U, where they stop
 at D_0 + U z with V' (b - M (D_0 + U z)) = 0: that is the limit, and it is
-reached iff the eigenvalues of C M on span U lie in (0, 2 / lr).
+reached iff |1 - lr e| < 1 for the eigenvalues e of C M on span U.
 
 Conjugate gradients minimise J over D_0 + K_k, the Krylov space of G M and
 G (b - M D_0); with an orthonormal basis V of it,
@@ -202,18 +202,20 @@ def _limit(spec, t, M, b, D):
     return D
   U, s, Vt = U[:, :rank], s[:rank], Vt[:rank]
   inner = Vt @ M @ U
-  eigs = np.linalg.eigvals(np.asarray(s[:, None] * inner)).real
-  if not eigs.min() > eps * rank * max(abs(eigs).max(), 1e-300):
+  eigs = np.linalg.eigvals(np.asarray(s[:, None] * inner))
+  if not eigs.real.min() > eps * rank * max(abs(eigs).max(), 1e-300):
     raise ValueError(
-      f'{spec.name}: no limit exists, the curvature of its objective has the '
-      f'eigenvalue {eigs.min():.3e} <= 0. The weight of the forget loss is at '
-      'or beyond its critical value (see critical_weight), or nothing holds '
+      f'{spec.name}: no limit exists, the curvature of its objective has an '
+      f'eigenvalue of {eigs.real.min():.3e}. The weight of the forget loss is '
+      'at or beyond its critical value (see critical_weight), or nothing holds '
       'the iterates. Lower the weight or give a number of steps.'
     )
-  if spec.lr is not None and eigs.max() * float(t.lr) >= 2:
+  # |1 - lr e| < 1; a projection may make eigenvalues complex.
+  most = float(np.min(2 * eigs.real / abs(eigs) ** 2))
+  if spec.lr is not None and not 0 < float(t.lr) < most:
     raise ValueError(
-      f'{spec.name}: lr={float(t.lr):.3e} diverges; it must be below '
-      f'{2 / eigs.max():.3e}.'
+      f'{spec.name}: lr={float(t.lr):.3e} diverges; it must be above 0 and '
+      f'below {most:.3e}.'
     )
   return D + U @ jnp.linalg.solve(inner, Vt @ (b - M @ D))
 

@@ -60,7 +60,7 @@ class Solver(NamedTuple):
   kind: str = 'cg'
   max_steps: int = 200
   tol: float = 1e-6
-  batch_size: int | None = None
+  batch_size: int | None = 512
   rank: int = 0
 
 
@@ -307,9 +307,17 @@ def retain_displacement(
     out = _cg_displacement(apply_fn, loss, params, retain, ridge, prior, solver)
     _check_cg(out, solver)
     return out.x
-  p = _local_problem(apply_fn, loss, params, retain, retain, ridge, prior)
+  one = {k: v[:1] for k, v in retain.items()}
+  p = _local_problem(apply_fn, loss, params, retain, one, ridge, prior)
   if solver.kind == 'primal':
-    flat = -problem_lib.fit_retain(p)
+    curvature = problem_lib.retain_curvature(p)
+    if problem_lib.concrete(curvature) and not ridge > 0:
+      problem_lib.condition(curvature)
+    flat = -jax.scipy.linalg.solve(
+      curvature,
+      p.X_R.T @ p.Y_R + ridge * p.prior,
+      assume_a='pos',
+    )
   else:
     # (X'X + ridge)^{-1} (-X'r - ridge a) = -a - X'(K + ridge)^{-1} (r - X a).
     inner = jax.scipy.linalg.solve(
@@ -318,6 +326,11 @@ def retain_displacement(
       assume_a='pos',
     )
     flat = -p.prior - p.X_R.T @ inner
+  if problem_lib.concrete(flat) and not np.isfinite(np.asarray(flat)).all():
+    raise ValueError(
+      f'A_R is numerically singular with ridge={ridge}: the retrained model is '
+      'not unique. Pass a larger ridge, or use float64.'
+    )
   return ravel_pytree(params)[1](flat[:, 0])
 
 

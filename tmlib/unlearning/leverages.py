@@ -145,7 +145,7 @@ def downdate(full: jax.Array, X_F: jax.Array, X_Q: jax.Array) -> Leverage:
       raise ValueError(
         f'the largest leverage of the forget set in the full model is {lmax}: '
         'removing it loses rank and the retrained residual is infinite. Pass '
-        'ridge > 0 or forget fewer points at once.'
+        'ridge > 0, forget fewer points at once, or use float64.'
       )
   room = jnp.eye(len(hat), dtype=hat.dtype) - hat
   both = jnp.concatenate([hat, X_Q @ solved])

@@ -117,10 +117,15 @@ def _divergence(loss: Loss, f: jax.Array, reference: jax.Array) -> jax.Array:
 
 
 def _targets(batch: Batch, outputs: int) -> jax.Array:
+  """Targets [B, C]; a label that C does not reach gives NaN, not zeros.
+
+  Values cannot be checked inside jit; the guard of the loop names the metric.
+  """
   y = batch['y']
-  if jnp.issubdtype(y.dtype, jnp.integer):
-    return jax.nn.one_hot(y, outputs)
-  return y
+  if not jnp.issubdtype(y.dtype, jnp.integer):
+    return y
+  known = (y >= 0) & (y < outputs) | (batch['weight'] == 0)
+  return jnp.where(known[:, None], jax.nn.one_hot(y, outputs), jnp.nan)
 
 
 def random_labels(key: jax.Array, ids: jax.Array, classes: int) -> jax.Array:
@@ -282,6 +287,39 @@ class NewtonState(flax.struct.PyTreeNode):
   params: Any
 
 
+def _newton_system(apply_fn, loss, params, batch, target, decay, prior, total):
+  """Gradient [P], v -> curvature v, params [P] and unravel of a Newton step.
+
+  The curvature is that of R or of everything; `total` sums over devices.
+  """
+  flat, unravel = ravel_pytree(params)
+  forget, weight = batch['forget'] > 0, batch['weight']
+  bends = jnp.where(forget, 0, weight) if target == 'retain' else weight
+  pulls = jnp.where(forget == (target == 'forget'), weight, 0)
+  outputs = lambda v: apply_fn(unravel(v), batch['x'])
+  y = _targets(batch, jax.eval_shape(outputs, flat).shape[1])
+  ridge = total(jnp.sum(bends * batch.get('decay', decay)))
+
+  def objective(v):
+    value = jax.vmap(loss.value)(outputs(v), y)
+    return jnp.sum(jnp.where(pulls > 0, pulls * value, 0))
+
+  def curvature(f, u):
+    product = jax.vmap(loss.curvature)(f, y, u)
+    return jnp.where(bends[:, None] > 0, bends[:, None] * product, 0)
+
+  def matvec(v):
+    product = linear.ggn_product(outputs, curvature, flat, v)
+    return total(product) + ridge * v
+
+  grad = total(jax.grad(objective)(flat))
+  if target == 'retain':
+    grad = grad + ridge * (
+      flat - (0 if prior is None else ravel_pytree(prior)[0])
+    )
+  return grad, matvec, flat, unravel
+
+
 def newton_cg(
   apply_fn: Apply,
   loss: str | Loss,
@@ -326,13 +364,11 @@ def newton_cg(
     raise ValueError(f"target={target!r}; allowed: 'retain', 'forget'.")
   if cg_steps < 1:
     raise ValueError(f'cg_steps={cg_steps} must be >= 1.')
+  sign = -lr if target == 'retain' else lr
 
   def build(axis_name: str | None) -> Method:
-    total = (
-      (lambda x: x)
-      if axis_name is None
-      else lambda x: jax.lax.psum(x, axis_name)
-    )
+    def total(x):
+      return x if axis_name is None else jax.lax.psum(x, axis_name)
 
     def init(key, batch=None):
       params = jax.tree.map(jnp.asarray, start)
@@ -340,35 +376,10 @@ def newton_cg(
 
     def update(state, batch) -> tuple[NewtonState, Metrics]:
       _require('newton_cg', ('forget',), batch)
-      flat, unravel = ravel_pytree(state.params)
-      forget = batch['forget'] > 0
-      weight = batch['weight']
-      # The curvature is that of R, or of everything.
-      bends = jnp.where(forget, 0, weight) if target == 'retain' else weight
-      pulls = jnp.where(forget == (target == 'forget'), weight, 0)
-      outputs = lambda v: apply_fn(unravel(v), batch['x'])
-      y = _targets(batch, jax.eval_shape(outputs, flat).shape[1])
-      ridge = total(jnp.sum(bends * batch.get('decay', decay)))
-      centre = 0 if prior is None else ravel_pytree(prior)[0]
-
-      def objective(v):
-        value = jax.vmap(loss.value)(outputs(v), y)
-        return jnp.sum(jnp.where(pulls > 0, pulls * value, 0))
-
-      grad = total(jax.grad(objective)(flat))
-      if target == 'retain':
-        grad = grad + ridge * (flat - centre)
-
-      def curvature(f, u):
-        product = jax.vmap(loss.curvature)(f, y, u)
-        return jnp.where(bends[:, None] > 0, bends[:, None] * product, 0)
-
-      def matvec(v):
-        product = linear.ggn_product(outputs, curvature, flat, v)
-        return total(product) + ridge * v
-
+      grad, matvec, flat, unravel = _newton_system(
+        apply_fn, loss, state.params, batch, target, decay, prior, total
+      )
       out = linear.cg(matvec, grad, max_steps=cg_steps, tol=tol)
-      sign = -lr if target == 'retain' else lr
       metrics = {
         'grad_norm': jnp.linalg.norm(grad),
         'cg_residual': out.residual,

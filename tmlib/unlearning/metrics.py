@@ -3,6 +3,9 @@
 Axes: n examples, C outputs.
 """
 
+import json
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ __all__ = [
   'kl_to_retrained',
   'membership_auc',
   'relative_error',
+  'tofu_truth_ratios',
   'truth_ratio',
 ]
 
@@ -89,6 +93,37 @@ def truth_ratio(wrong: Any, paraphrased: Any) -> np.ndarray:
   """
   wrong = np.asarray(wrong, np.float64).mean(-1)
   return np.exp(wrong - np.asarray(paraphrased, np.float64))
+
+
+def tofu_truth_ratios(path: str | PathLike) -> dict[str, float]:
+  """Truth ratios of the forget set from an evaluation log of TOFU.
+
+  Args:
+    path: `eval_log_forget.json`, or `eval_log_aggregated.json`, which holds
+      the former under its name. Losses in it are per token: one paraphrased
+      right answer and several perturbed wrong ones for each question.
+
+  Returns:
+    {question: ratio}. Compare the questions that two logs share: they were
+    not all made with forget sets of one size.
+
+  Raises:
+    ValueError: a log of another kind.
+  """
+  log = json.loads(Path(path).read_text())
+  log = log.get('eval_log_forget.json', log)
+  try:
+    right, wrong = log['avg_paraphrased_loss'], log['average_perturb_loss']
+  except KeyError as error:
+    raise ValueError(
+      f'{path} lacks {error}; pass eval_log_forget.json or '
+      'eval_log_aggregated.json of a TOFU run with perturbed answers.'
+    ) from None
+  questions = list(right)
+  ratio = truth_ratio(
+    [-np.asarray(wrong[k]) for k in questions], [-right[k] for k in questions]
+  )
+  return dict(zip(questions, ratio.tolist(), strict=True))
 
 
 def membership_auc(members: Any, others: Any) -> float:

@@ -278,8 +278,7 @@ def audit_network(
     ridge: > 0, of the objective in sums.
     prior: pytree; None for zeros.
     solver: of kind 'cg'; `batch_size` bounds the memory, `rank` preconditions;
-      None for 200 steps of CG at most, to a residual of 1e-3, in minibatches
-      of 512.
+      None for 200 steps of CG at most, to a residual of 1e-3.
     lanczos_steps: solves per start.
     probes: random starts.
     steps: number of steps of the iterative methods that are compared.
@@ -295,7 +294,7 @@ def audit_network(
       that is not convex, an indefinite curvature.
   """
   loss = get_loss(loss)
-  solver = solver or Solver(max_steps=200, tol=1e-3, batch_size=512)
+  solver = solver or Solver(max_steps=200, tol=1e-3)
   ggn.check_solver(solver, ridge)
   if solver.kind != 'cg':
     raise ValueError(

@@ -13,7 +13,7 @@ Axes: N users, K arms, V judgements.
 import csv
 import importlib.util
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -39,6 +39,11 @@ class Source(Protocol):
   @property
   def arms(self) -> tuple[str, ...]:
     """Names of the K arms."""
+    ...
+
+  @property
+  def users(self) -> tuple[Any, ...]:
+    """Names of the N users."""
     ...
 
   @property
@@ -71,14 +76,19 @@ class RatingSource(NamedTuple):
     rating: [V].
     member: [V, K] bool.
     arms: names of the groups.
-    num_users: N.
+    users: names of the N users.
   """
 
   user: np.ndarray
   rating: np.ndarray
   member: np.ndarray
   arms: tuple[str, ...]
-  num_users: int
+  users: tuple[Any, ...]
+
+  @property
+  def num_users(self) -> int:
+    """N."""
+    return len(self.users)
 
   def tally(self) -> dueling.Tally:
     """See `Source`."""
@@ -125,6 +135,11 @@ class VoteSource(NamedTuple):
   def arms(self) -> tuple[str, ...]:
     """Names of the arms."""
     return self.votes.arms
+
+  @property
+  def users(self) -> tuple[Any, ...]:
+    """Names of the users."""
+    return self.votes.users
 
   @property
   def num_users(self) -> int:
@@ -186,7 +201,7 @@ def movielens(num_arms: int, min_ratings: int) -> RatingSource:
   )
   best = np.sort(np.argsort(-member.sum(0), kind='stable')[:num_arms])
   member = member[:, best]
-  _, user = np.unique([row[0] for row in rows], return_inverse=True)
+  users, user = np.unique([row[0] for row in rows], return_inverse=True)
   rated = np.zeros((user.max() + 1, num_arms))
   np.add.at(rated, user, member)
   fit = rated.min(1) >= min_ratings
@@ -202,7 +217,7 @@ def movielens(num_arms: int, min_ratings: int) -> RatingSource:
     rating[keep],
     member[keep],
     tuple(names[i] for i in best),
-    int(fit.sum()),
+    tuple(users[fit].tolist()),
   )
 
 

@@ -32,6 +32,12 @@ COLOURS = {
   'utilitarian': '#c8553d',
   'egalitarian': '#3d8c57',
 }
+# Lotteries often agree: lines must show through one another.
+LINES = {
+  'geometric': {'lw': 3.2, 'alpha': 0.6},
+  'utilitarian': {'lw': 1.6, 'ls': '--'},
+  'egalitarian': {'lw': 1.6, 'ls': ':'},
+}
 
 
 class Holdout(NamedTuple):
@@ -128,7 +134,7 @@ def _lottery_picture(path, source, pi, band, v, v_band):
   shown = [
     k for k in arms if pi[:, k].max() > 1e-3 or band[1][:, k].max() > 0.05
   ]
-  with plots.figure(path, 1, 2, 5) as (_, axes):
+  with plots.figure(path, 1, 2, 5) as (fig, axes):
     ax = axes[0, 0]
     for w, kind in enumerate(KINDS):
       x = np.arange(len(shown)) + 0.27 * (w - 1)
@@ -140,11 +146,13 @@ def _lottery_picture(path, source, pi, band, v, v_band):
       [source.arms[k] for k in shown], rotation=40, ha='right', fontsize=7
     )
     ax.set(title='lottery, 95 % bootstrap intervals', ylabel='probability')
-    ax.legend(fontsize=8, frameon=False)
     ax = axes[0, 1]
     for w, kind in enumerate(KINDS):
       rank = np.arange(len(v))
-      ax.plot(rank, np.sort(v[:, w]), color=COLOURS[kind], label=NAMES[kind])
+      ax.plot(
+        rank, np.sort(v[:, w]), color=COLOURS[kind], label=NAMES[kind],
+        **LINES[kind],
+      )  # fmt: skip
       ax.fill_between(
         rank, v_band[0][:, w], v_band[1][:, w], color=COLOURS[kind], alpha=0.2,
         lw=0,
@@ -153,6 +161,10 @@ def _lottery_picture(path, source, pi, band, v, v_band):
     ax.set(
       title='utility of every user, sorted (bootstrap bands)',
       xlabel='users, worst off first', ylabel='chance to beat another arm',
+    )  # fmt: skip
+    fig.legend(
+      *ax.get_legend_handles_labels(), loc='outside lower center', ncols=3,
+      fontsize=8, frameon=False,
     )  # fmt: skip
 
 
@@ -186,15 +198,15 @@ def _holdout_picture(path, real, null, tail):
 
 NOTE = """
 Utility is a user's chance to prefer the drawn arm to a random other arm (1/2 is
-indifference). Intervals of the lottery resample every user's judgements;
-sorted utilities spread further in resamples than in the data, as they carry the
-noise twice;
-intervals of held-out gains are the spread over random halves, which share data,
-so they are not confidence intervals for new users. The second half is pooled on
-its own, which shrinks all users toward each other and every difference toward
-zero. `null` deals the judgements to users at random: what is left there is what
-noise alone produces, and only a gain beyond it speaks for real differences
-between users.
+indifference). Intervals of the lottery resample every user's judgements; sorted
+utilities spread further in resamples than in the data, as they carry the noise
+twice. Intervals of held-out gains are the spread over random halves, which
+share data, so they are not confidence intervals for new users. The second half
+is pooled on its own, which shrinks all users toward each other and every
+difference toward zero. `null` deals the judgements to users at random: what is
+left there is what noise alone produces, and only a gain beyond it speaks for
+real differences between users. Where the strength is large, the votes show
+little difference between users, and Nash and utilitarian welfare choose alike.
 """
 
 
@@ -234,14 +246,15 @@ def write(config, source, workdir: Path) -> None:
   b = estimate(config, source, strength)
   pi, gap = lotteries(b)
   v = b @ pi.T
-  draws, sorted_v = [], []
+  draws, again_v = [], []
   for _ in range(report.bootstrap):
     again = estimate(config, source.resample(rng), strength)
     other, _ = lotteries(again)
     draws.append(other)
-    sorted_v.append(np.sort(again @ other.T, 0))
+    again_v.append(again @ other.T)
   band = _interval(np.stack(draws))
-  v_band = _interval(np.stack(sorted_v))
+  v_band = _interval(np.sort(np.stack(again_v), 1))
+  own_band = _interval(np.stack(again_v))
   real = holdout(config, source, strength, rng, null=False)
   null = holdout(config, source, strength, rng, null=True)
   plan = dueling.plan(
@@ -270,5 +283,9 @@ def write(config, source, workdir: Path) -> None:
   _holdout_picture(out / 'holdout.png', real, null, report.tail)
   with (out / 'utilities.csv').open('w', newline='') as file:
     writer = csv.writer(file)
-    writer.writerow(['user', *(NAMES[k] for k in KINDS)])
-    writer.writerows([i, *map(float, row)] for i, row in enumerate(v))
+    head = ['{}', '{} low', '{} high']
+    names = [text.format(NAMES[k]) for k in KINDS for text in head]
+    writer.writerow(['user', *names])
+    table = np.stack([v, *own_band], -1).reshape(len(v), -1)
+    for user, row in zip(source.users, table, strict=True):
+      writer.writerow([user, *(f'{x:.6f}' for x in row)])

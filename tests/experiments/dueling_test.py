@@ -129,8 +129,13 @@ def test_a_report_of_votes_is_written(tmp_path):
   text = (tmp_path / 'report' / 'votes.md').read_text()
   assert '# 9 users, 4 arms' in text
   assert 'Nash - egalitarian' in text
-  for name in ('lottery.png', 'holdout.png', 'utilities.csv'):
+  for name in ('lottery.png', 'holdout.png'):
     assert (tmp_path / 'report' / name).stat().st_size > 100
+  with (tmp_path / 'report' / 'utilities.csv').open() as file:
+    rows = list(csv.DictReader(file))
+  assert [row['user'] for row in rows] == [str(u) for u in range(9)]
+  for row in rows:
+    assert 0 < float(row['Nash low']) <= float(row['Nash high']) < 1
 
 
 def test_hidden_signs_have_the_law_of_the_whole_algorithm():

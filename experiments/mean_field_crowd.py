@@ -4,12 +4,20 @@ Parts: crowd_<solver> and crowd_munchausen on a crowd that starts in a corner of
 a torus; rps_<solver> on rock-paper-scissors.
 """
 
+import jax
 import numpy as np
 
 from experiments import mean_field_crowd_report
 from tmlib import mean_field, train
 
-__all__ = ['crowd_game', 'make', 'solver_options']
+__all__ = ['crowd_game', 'make', 'one_pass', 'solver_options']
+
+
+def one_pass(count: int) -> train.Data:
+  """One batch of the ids 0..count-1, padded to divide over the devices."""
+  devices = jax.device_count()
+  ids = {'id': np.arange(count, dtype=np.int32)}
+  return train.pass_data(ids, -(-count // devices) * devices)
 
 
 def crowd_game(config) -> mean_field.MFGame:
@@ -43,15 +51,11 @@ def make(config) -> train.Experiment:
   """
 
   def part(game, build, steps):
-    times = {'id': np.arange(game.horizon, dtype=np.int32)}
     return train.Experiment(
-      build=build,
-      steps=steps,
-      evaluations={'times': train.pass_data(times, game.horizon)},
+      build=build, steps=steps, evaluations={'times': one_pass(game.horizon)}
     )
 
   def solvers(prefix, game, steps):
-    # Rewards of rock-paper-scissors are small: a hotter or shorter step there.
     return {
       f'{prefix}_{name}': part(
         game,

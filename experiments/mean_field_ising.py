@@ -7,6 +7,7 @@ copy of the environment.
 import numpy as np
 
 from experiments import mean_field_ising_report
+from experiments.mean_field_crowd import one_pass
 from tmlib import mean_field, train
 
 __all__ = ['make']
@@ -34,7 +35,6 @@ def make(config) -> train.Experiment:
     )
   env = mean_field.ising_env(c.side, c.episode)
   copies = len(c.temperatures)
-  ids = {'id': np.arange(copies, dtype=np.int32)}
 
   def part(name):
     if name not in METHODS:
@@ -45,9 +45,7 @@ def make(config) -> train.Experiment:
       env, np.asarray(c.temperatures), hidden=(c.hidden,),
       learning_rate=c.learning_rate,
     )  # fmt: skip
-    return train.Experiment(
-      build=build, evaluations={'heat': train.pass_data(ids, copies)}
-    )
+    return train.Experiment(build=build, evaluations={'heat': one_pass(copies)})
 
   return train.Experiment(
     parts={name: part(name) for name in c.methods},

@@ -15,7 +15,7 @@ def run(build, steps, count, **options):
   return train.fit(
     build,
     steps=steps,
-    evaluations={'all': train.pass_data(ids, count)},
+    evaluations={'all': train.pass_data(ids, 4)},
     options=train.Options(**chosen),
     writers=[],
   )

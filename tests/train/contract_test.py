@@ -121,10 +121,23 @@ def duels():
   return Case(dueling.bandit_method(env, 'eps_greedy', 64, 8))
 
 
-MAKERS = (linear, noisy, bandit, duels, abmil, tmevolve)
+def crowd():
+  from tmlib.mean_field import envs, solver_method
+
+  game = envs.crowd_1d(3, 2, [0.8, 0.1, 0.1])
+  return Case(solver_method(game, 'fictitious_play', lr=None))
+
+
+def spins():
+  from tmlib.mean_field import ising_env, mf_q_method
+
+  return Case(mf_q_method(ising_env(4, 4), np.linspace(1, 2, 4)))
+
+
+MAKERS = (linear, noisy, bandit, duels, crowd, spins, abmil, tmevolve)
 CASES = {f.__name__: functools.cache(f) for f in MAKERS}
 # Their checks that compile once more than the others are slow tests.
-HEAVY = ('abmil', 'tmevolve', 'duels')
+HEAVY = ('abmil', 'tmevolve', 'duels', 'crowd', 'spins')
 NAMES = [
   pytest.param(name, marks=pytest.mark.slow) if name in HEAVY else name
   for name in sorted(CASES)

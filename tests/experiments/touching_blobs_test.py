@@ -124,8 +124,8 @@ def test_tiny_leaves_its_report(tmp_path):
 def test_tmevolve_learns_contact(capsys):
   config = config_of()
   config.concepts.variants = ()
-  config.variants = ('uniform', 'tmevolve')
-  config.train.update(runs=2, log_every=250)
+  config.variants = ('static', 'tmevolve')
+  config.train.update(runs=4, log_every=100)
   area = {}
   for name, part in touching_blobs.make(config).parts.items():
     result = train.fit(
@@ -136,5 +136,9 @@ def test_tmevolve_learns_contact(capsys):
     )  # fmt: skip
     area[name] = [one.metrics['auroc'] for one in result.evaluations['test']]
   with capsys.disabled():
-    print(f'\ntouching blobs, test AUC of two seeds: {area}')  # noqa: T201
-  assert max(area['tmevolve']) > 0.8
+    print(f'\ntouching blobs, test AUC of four seeds: {area}')  # noqa: T201
+  # An AUC of 300 bags by chance: .5, give or take .033. The same model without
+  # neighbours stays there, so no seed learns from what kinds there are.
+  assert max(area['static']) < 0.6
+  assert np.mean(area['tmevolve']) > 0.7
+  assert min(area['tmevolve']) > 0.5

@@ -52,7 +52,7 @@ def test_munchausen_with_a_free_table_is_mirror_descent():
   game = mf.envs.crowd_1d(4, 3, [0.7, 0.1, 0.1, 0.1], noise=0.2)
   build = mf.munchausen_method(
     game, temperature=4.0, fits=400, batch_size=256, hidden=(),
-    learning_rate=2e-2, target_rate=0.2,
+    learning_rate=2e-2, target_rate=0.2, explore=0.5,
   )  # fmt: skip
   result = run(build, 4, 3)
   want = mf.online_mirror_descent(game, 4, lr=1 / 4)
@@ -107,16 +107,24 @@ def test_order_parameter_by_hand():
 
 
 @pytest.mark.parametrize('method', [mf.mf_q_method, mf.mf_ac_method])
-def test_players_learn_to_leave_a_crowded_cell(method):
-  game = mf.envs.crowd_1d(3, 4, [1.0, 0.0, 0.0], noise=0.0)
-  players = mf.to_n_player(game, 30)
-  env = mf.player_env(players)
-  build = method(env, np.full(4, 0.1), learning_rate=1e-2)
-  early, late = run(build, 8, 4), run(build, 400, 4)
-  measured = lambda r: r.evaluations['all'][0].outputs['measure'].mean()
-  # Uniform play spreads them as well; what counts is that they stay spread.
-  assert measured(late) > 0.8
-  assert measured(late) > measured(early) - 0.1
+def test_players_of_left_right_reach_the_logit_equilibrium(method):
+  from tmlib.mean_field.networks import MLP
+
+  heat = 0.5
+  env = mf.player_env(mf.to_n_player(mf.envs.left_right(), 100))
+  build = method(env, np.full(4, heat), learning_rate=1e-2, target_rate=0.05)
+  result = run(build, 600, 4)
+  outputs = 2 if method is mf.mf_q_method else 4
+  # In the centre, at time 0, not yet having seen anybody act.
+  x = jnp.array([1.0, 0, 0, 0, 0.5, 0.5])
+  params = result.state.learner.params
+  out = np.asarray(MLP(outputs, (32,)).apply(params, x))[-2:] / heat
+  left = 1 / (1 + np.exp(out[1] - out[0]))
+  # left = 1 / (1 + exp((left - 2 (1 - left)) / T)) at T = 1/2: .5997.
+  want = 0.5
+  for _ in range(200):
+    want = (want + 1 / (1 + np.exp((3 * want - 2) / heat))) / 2
+  assert abs(left - want) < 0.05
 
 
 def test_environments_are_split_over_devices_without_a_change():

@@ -10,8 +10,8 @@ exp(Q^{pi_k} / tau): mirror descent with step 1 / tau. One update is one such
 iteration: the flow mu_k of the current network, then `fits` steps of Adam on
 sampled transitions, with a slow copy of the network as target.
 
-A sample is a time, uniform; a state, from the flow mixed with the uniform law;
-an action, uniform over legal ones; and a successor. Finite horizons.
+A sample is a time, uniform; a state, from the flow mixed with a little of the
+uniform law; an action, uniform over legal ones; a successor. Finite horizons.
 
 Axes: H time steps, S states, A actions, B samples.
 
@@ -56,12 +56,12 @@ class MunchausenState(NamedTuple):
   policy: jax.Array
 
 
-def _sample(key, game, flow, reward, batch_size):
+def _sample(key, game, flow, reward, batch_size, explore):
   """Transitions (t, s, a, r, s'), [B] each."""
   time_key, state_key, action_key, next_key = jax.random.split(key, 4)
   horizon, states = flow.shape
   t = jax.random.randint(time_key, (batch_size,), 0, horizon)
-  law = 0.5 * flow + 0.5 / states
+  law = (1 - explore) * flow + explore / states
   s = jax.random.categorical(state_key, jnp.log(law)[t])
   legal = operators.uniform_policy(game)[0]
   a = jax.random.categorical(action_key, jnp.log(legal)[s])
@@ -80,6 +80,7 @@ def munchausen_method(
   hidden: Sequence[int] = (64, 64),
   learning_rate: float = 1e-3,
   target_rate: float = 0.05,
+  explore: float = 0.1,
 ) -> Build:
   """Munchausen mirror descent for the loop; steps = iterations.
 
@@ -94,6 +95,7 @@ def munchausen_method(
     hidden: widths of the network; () for a free table.
     learning_rate: of Adam.
     target_rate: share of the network that enters its slow copy per fit.
+    explore: share of the sampled states that are uniform, in (0, 1].
 
   Returns:
     Build; there is no batch, so the axis name is ignored.
@@ -110,6 +112,7 @@ def munchausen_method(
                       ('learning_rate', learning_rate)):  # fmt: skip
     checks.check_between(name, value, 0, float('inf'), closed='')
   checks.check_between('target_rate', target_rate, 0, 1)
+  checks.check_between('explore', explore, 0, 1)
   checks.check_count('fits', fits)
   checks.check_count('batch_size', batch_size)
   network = TableNet(game.num_states, game.horizon, game.num_actions, hidden)
@@ -118,7 +121,7 @@ def munchausen_method(
     del axis_name
     return _method(
       on_device(game), network, temperature, fits, batch_size,
-      optax.adam(learning_rate), target_rate,
+      optax.adam(learning_rate), target_rate, explore,
     )  # fmt: skip
 
   return build
@@ -141,7 +144,9 @@ def _learner(network: TableNet, optimizer: Any) -> Method:
   return gradient_method(init_params, loss, unused, optimizer)(None)
 
 
-def _method(game, network, tau, fits, batch_size, optimizer, rate) -> Method:
+def _method(
+  game, network, tau, fits, batch_size, optimizer, rate, explore
+) -> Method:
   learner = _learner(network, optimizer)
   times, states = jnp.meshgrid(
     jnp.arange(game.horizon), jnp.arange(game.num_states), indexing='ij'
@@ -164,7 +169,7 @@ def _method(game, network, tau, fits, batch_size, optimizer, rate) -> Method:
 
   def fit(carry, key, flow, reward, pi):
     state, target = carry
-    batch = _sample(key, game, flow, reward, batch_size)
+    batch = _sample(key, game, flow, reward, batch_size, explore)
     bonus = tau * operators.log_policy(pi)
     t, s, a = batch['t'], batch['s'], batch['a']
     later = jnp.minimum(t + 1, game.horizon - 1)

@@ -171,8 +171,7 @@ def predator_prey(
     aversion: of one's own kind.
     noise: probability of a random step after the chosen one.
     torus: edges are joined.
-    initial: [P, size, size]; None puts population p on the p-th of P equally
-      wide stripes of rows.
+    initial: [P, size, size]; None spreads population p over row p size // P.
 
   Returns:
     The game, with `populations`.
@@ -186,10 +185,9 @@ def predator_prey(
     raise ValueError(f'matrix has shape {matrix.shape}; expected [P, P]')
   kinds, cells = len(matrix), size * size
   if initial is None:
-    stripe = np.arange(size) * kinds // size
-    rows = stripe[None, :, None] == np.arange(kinds)[:, None, None]
-    initial = np.broadcast_to(rows, (kinds, size, size)).astype(float)
-    initial = initial / np.maximum(initial.sum((1, 2), keepdims=True), 1)
+    initial = np.zeros((kinds, size, size))
+    rows = np.arange(kinds) * size // kinds
+    initial[np.arange(kinds), rows] = 1 / size
   initial = np.asarray(initial, float)
   if initial.shape != (kinds, size, size):
     raise ValueError(

@@ -447,15 +447,6 @@ def test_dropout_follows_the_keys_of_its_rows():
   assert np.abs(f(PAIR, keys[::-1]) - one).max() > 1e-3
 
 
-def test_only_bags_with_neighbour_tables_are_taken():
-  init = lambda bag: jax.eval_shape(MODEL.init, jax.random.key(0), bag)
-  with pytest.raises(TypeError, match=r'bag must be a Bag, got .* \(13, 6\)'):
-    init(A.features)
-  edges = np.array([[0, 1], [1, 0]])
-  with pytest.raises(TypeError, match='graph of bag must be a PatchGraph'):
-    init(A.replace(graph=edges))
-
-
 def test_static_model_needs_no_graph_and_reads_none():
   model = MODEL.clone(steps=0)
   want = run(PAIR, model)

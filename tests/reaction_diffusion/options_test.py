@@ -136,3 +136,13 @@ def test_evolve_checks_its_numbers():
   with pytest.raises(ValueError, match='1/2=0.5'):
     rd.evolve(fields, lambda _: moving, graph, 0.7, 1)
   rd.evolve(fields, lambda _: c, graph, 0.6, 1)
+
+
+def test_only_bags_with_neighbour_tables_are_taken():
+  model = rd.TMEvolve(2, hidden=4)
+  init = lambda bag: jax.eval_shape(model.init, jax.random.key(0), bag)
+  with pytest.raises(TypeError, match=r'bag must be a Bag, got .* \(13, 6\)'):
+    init(np.ones((13, 6)))
+  edges = np.array([[0, 1], [1, 0]])
+  with pytest.raises(TypeError, match='graph of bag must be a PatchGraph'):
+    init(Bag(np.ones((13, 6)), np.ones(13, bool), edges))

@@ -4,6 +4,7 @@ Axes: n examples, B batch.
 """
 
 import threading
+import warnings
 
 import jax.numpy as jnp
 import numpy as np
@@ -164,7 +165,7 @@ def test_a_batch_may_cross_the_end_of_an_epoch():
     (lambda: train.array_data(toy.arrays(), 0), 'batch_size must be at least'),
     (
       lambda: train.array_data({'x': np.ones(3), 'y': np.ones(4)}, 2),
-      r'\[3, 4\]',
+      r"\['x'\]\W+3, .*\['y'\]\W+4",
     ),
     (lambda: train.array_data({'x': np.ones((0, 2))}, 2), 'hold no example'),
     (lambda: train.source_data([], collate, 4), 'the source holds no example'),
@@ -183,19 +184,66 @@ def test_bad_data(call, message):
 
 
 def test_changed_data_are_seen_on_resume(tmp_path):
-  def run(arrays):
+  def run(arrays, **options):
     data = train.array_data(arrays, 8)
-    train.fit(toy.build(), data, steps=1, workdir=tmp_path, writers=[])
+    return train.fit(
+      toy.build(), data, steps=1, workdir=tmp_path, writers=[],
+      options=train.Options(**options),
+    )  # fmt: skip
 
   run(toy.arrays())
+  run(toy.arrays())
   changed = toy.arrays()
-  changed['x'] = changed['x'] * (1 + 1e-7)  # as another machine may round
-  run(changed)
+  changed['x'][7, 2] = np.nextafter(changed['x'][7, 2], np.float32(9))
+  with pytest.raises(ValueError, match=r'data\.contents\.\[.x.\]: \d+ -> \d+'):
+    run(changed)
+  assert run(changed, allow_config_change=True).step == 1
+  changed = toy.arrays()
   changed['label'][3] ^= 1
   with pytest.raises(ValueError, match=r'data\.contents\.\[.label.\]'):
     run(changed)
   with pytest.raises(ValueError, match=r'data\.n: 48 -> 47'):
     run(toy.arrays(47))
+
+
+def test_a_checksum_is_of_values_not_of_their_layout():
+  x = np.arange(12, dtype=np.float32).reshape(6, 2)
+  contents = lambda x: train.array_data({'x': x}, 2).fingerprint['contents']
+  assert contents(x) == contents(np.asfortranarray(x))
+  assert contents(x) == contents(x.astype('>f4'))
+  assert contents(x) == contents(jnp.asarray(x))
+  assert contents(x) != contents(x[::-1])
+
+
+@pytest.mark.parametrize(
+  ('arrays', 'message'),
+  [
+    ({'x': [[1.0], [2.0]]}, r"arrays\['x'\]\[0\]\[0\] is a float; .*asarray"),
+    ({'x': np.ones(3), 'y': 1.0}, r"arrays\['y'\] is a float"),
+    ({'x': np.ones(3), 'y': np.ones(())}, r"arrays\['y'\] is a ndarray"),
+    ({'x': np.array(['a', 'b'])}, r"arrays\['x'\] has dtype <U1; give numbers"),
+  ],
+)
+def test_what_is_no_array_is_named(arrays, message):
+  for make in (
+    lambda: train.array_data(arrays, 2), lambda: train.pass_data(arrays, 2),
+    lambda: train.run_data(arrays, np.ones((2, 3)), 2),
+  ):  # fmt: skip
+    with pytest.raises(TypeError, match=message):
+      make()
+
+
+def test_a_batch_larger_than_the_data_is_said():
+  with pytest.warns(UserWarning, match='batch_size=8 is more than the 5 exam'):
+    data = toy.data(8, n=5)
+  ids = data.load(0, slice(0, 8))['id']
+  np.testing.assert_array_equal(np.bincount(ids, minlength=5) > 0, True)
+  with pytest.warns(UserWarning, match='batch_size=4 is more than the 2'):
+    train.source_data([1, 2], lambda items, bucket: {'x': np.array(items)}, 4)
+  with warnings.catch_warnings():
+    warnings.simplefilter('error')
+    toy.data(5, n=5)
+    toy.held_out(batch_size=32)
 
 
 def test_packed_rows_weigh_their_parts():

@@ -8,6 +8,8 @@ number of processes, devices or loader threads.
 """
 
 import functools
+import sys
+import warnings
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -64,21 +66,37 @@ class Data(NamedTuple):
   shapes: Mapping[Hashable, Any] | None = None
 
 
-def _count(arrays: Any) -> int:
-  sizes = {len(x) for x in jax.tree.leaves(arrays)}
-  if len(sizes) != 1:
+def _checked(arrays: Any) -> int:
+  """The number of examples, of arrays that can go to a device.
+
+  Raises:
+    TypeError: for what is no array of numbers.
+    ValueError: for arrays of different lengths, or none.
+  """
+  sizes = {}
+  for path, x in jax.tree_util.tree_leaves_with_path(arrays):
+    name = 'arrays' + jax.tree_util.keystr(path)
+    if not hasattr(x, 'dtype') or not hasattr(x, 'shape') or x.shape == ():
+      raise TypeError(
+        f'{name} is a {type(x).__name__}; every leaf must be an array'
+        ' [n, ...]: pass numpy.asarray(...) of a list'
+      )
+    if getattr(x.dtype, 'kind', '') in tuple('OSUmM'):
+      raise TypeError(f'{name} has dtype {x.dtype}; give numbers')
+    sizes[name] = len(x)
+  if len(set(sizes.values())) != 1:
     raise ValueError(
-      f'arrays differ in their number of examples: {sorted(sizes)}; every leaf'
-      ' must have the example axis first'
+      f'arrays differ in their number of examples: {sizes}; every leaf must'
+      ' have the example axis first'
     )
-  if sizes == {0}:
+  if 0 in sizes.values():
     raise ValueError('arrays hold no example')
-  return sizes.pop()
+  return next(iter(sizes.values()))
 
 
 def _complete(arrays: Batch) -> Batch:
   """Adds unit weights and ids where the arrays bring none."""
-  n = _count(arrays)
+  n = _checked(arrays)
   weight = np.asarray(arrays.get('weight', np.ones(n, np.float32)))
   ids = np.arange(weight.size, dtype=np.int32).reshape(weight.shape)
   return {'id': ids, **arrays, 'weight': weight}
@@ -87,6 +105,15 @@ def _complete(arrays: Batch) -> Batch:
 def _check_batch_size(batch_size: int) -> None:
   if batch_size < 1:
     raise ValueError(f'batch_size must be at least 1, got {batch_size}')
+
+
+def _warn_if_more(batch_size: int, n: int) -> None:
+  if batch_size > n:
+    warnings.warn(
+      f'batch_size={batch_size} is more than the {n} examples: a batch holds'
+      f' some twice; pass at most {n}',
+      stacklevel=3,
+    )
 
 
 def _index_stream(
@@ -131,7 +158,8 @@ def array_data(
   """
   _check_batch_size(batch_size)
   arrays = jax.tree.map(np.asarray, _complete(arrays))
-  n = _count(arrays)
+  n = _checked(arrays)
+  _warn_if_more(batch_size, n)
   index = _index_stream(np.arange(n), (seed,), shuffle)
 
   def load(step: int, rows: slice) -> Batch:
@@ -164,7 +192,7 @@ def pass_data(
   """
   _check_batch_size(batch_size)
   arrays = _complete(arrays)
-  n = _count(arrays)
+  n = _checked(arrays)
   steps = -(-n // batch_size)
 
   def load(step: int, rows: slice) -> Batch:
@@ -213,7 +241,7 @@ def run_data(
   """
   _check_batch_size(batch_size)
   arrays = _complete(arrays)
-  n = _count(arrays)
+  n = _checked(arrays)
   weights = np.asarray(weights, np.float32)
   if weights.shape[1:] != arrays['weight'].shape:
     raise ValueError(
@@ -260,6 +288,26 @@ def run_data(
   )
 
 
+def _check_lengths(
+  lengths: Sequence[int] | None, buckets: Sequence[int] | None, n: int
+) -> None:
+  if (lengths is None) != (buckets is None):
+    raise ValueError('give both lengths and buckets, or neither')
+  if lengths is None or buckets is None:
+    return
+  if len(lengths) != n or list(buckets) != sorted(set(buckets)):
+    raise ValueError(
+      f'lengths must be one of each of the {n} items, got {len(lengths)}, and'
+      f' buckets increasing, got {list(buckets)}'
+    )
+  longest = int(np.argmax(lengths))
+  if lengths[longest] > buckets[-1]:
+    raise ValueError(
+      f'item {longest} has length {lengths[longest]}, over the last bucket'
+      f' {buckets[-1]}; add a bucket or subsample the item'
+    )
+
+
 def source_data(
   source: Sequence[Any],
   collate: Callable[[list[Any], Any], Batch],
@@ -299,22 +347,11 @@ def source_data(
   n = len(source)
   if n == 0:
     raise ValueError('the source holds no example')
-  if (lengths is None) != (buckets is None):
-    raise ValueError('give both lengths and buckets, or neither')
   if workers < 0:
     raise ValueError(f'workers must be at least 0, got {workers}')
-  if buckets is not None and lengths is not None:
-    if len(lengths) != n or list(buckets) != sorted(set(buckets)):
-      raise ValueError(
-        f'lengths must be one of each of the {n} items, got {len(lengths)}, and'
-        f' buckets increasing, got {list(buckets)}'
-      )
-    longest = int(np.argmax(lengths))
-    if lengths[longest] > buckets[-1]:
-      raise ValueError(
-        f'item {longest} has length {lengths[longest]}, over the last bucket'
-        f' {buckets[-1]}; add a bucket or subsample the item'
-      )
+  _check_lengths(lengths, buckets, n)
+  if not one_pass:
+    _warn_if_more(batch_size, n)
   index = _index_stream(np.arange(n), (seed,), shuffle and not one_pass)
   pool = ThreadPoolExecutor(workers, 'tmlib-read') if workers else None
 
@@ -338,14 +375,13 @@ def source_data(
     return collate(items, bucket(step) if buckets is not None else None)
 
   def shapes() -> dict[Hashable, Any]:
-    keys = [0] if buckets is None else list(buckets)
-    used = {bucket(s) for s in range(-(-n // batch_size))} if one_pass else keys
+    steps = range(-(-n // batch_size)) if one_pass else ()
+    used = {bucket(s) for s in steps} or buckets or (0,)
     item = source[0 if lengths is None else int(np.argmin(lengths))]
     struct = lambda x: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype)
     return {
       key: jax.tree.map(struct, collate([item], key if buckets else None))
-      for key in keys
-      if key in used
+      for key in used
     }
 
   fingerprint = dict(
@@ -362,23 +398,19 @@ def source_data(
 def _digest(values: Any) -> int:
   """An order-dependent checksum that is the same in every process."""
   values = np.ascontiguousarray(values)
-  # Little-endian, whatever the machine.
-  return zlib.crc32(values.astype(values.dtype.newbyteorder('<')).tobytes())
+  if sys.byteorder == 'big' or values.dtype.byteorder == '>':
+    # Little-endian, whatever the machine.
+    values = values.astype(values.dtype.newbyteorder('<'))
+  return zlib.crc32(values.reshape(-1).view(np.uint8))
 
 
 def _contents(arrays: Batch) -> dict[str, Any]:
-  """Names and shapes of the arrays, and a checksum of the whole numbers.
-
-  Floats are left out: features that were computed on another machine may
-  differ in the last bit and be the same data.
-  """
+  """Shapes of the arrays, and a checksum of their contents."""
   leaves = {
     jax.tree_util.keystr(path): x
     for path, x in jax.tree_util.tree_leaves_with_path(arrays)
   }
   return {
     'shapes': {k: list(x.shape[1:]) for k, x in sorted(leaves.items())},
-    'contents': {
-      k: _digest(x) for k, x in sorted(leaves.items()) if x.dtype.kind in 'iub'
-    },
+    'contents': {k: _digest(x) for k, x in sorted(leaves.items())},
   }

@@ -106,6 +106,30 @@ def _summed_gradients(loss_fn, params, batch, key, step, microbatches):
   return jax.lax.scan(add, zeros, batches)[0]
 
 
+def _means(grads, total, weight, aux):
+  """Sums over the batch to means: (grads, weight, {loss, grad_norm}, aux)."""
+  # A batch of padding alone has weight 0, gradient 0 and takes no step.
+  scale = 1 / jnp.where(weight > 0, weight, 1)
+  grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+  observed = {'loss': total * scale, 'grad_norm': optax.tree.norm(grads)}
+  aux = {
+    name: s / jnp.where(w != 0, w, 1) for name, (s, w) in sorted(aux.items())
+  }
+  return grads, weight, observed, aux
+
+
+def _check_options(microbatches, ema_decay, batch_coupled):
+  if microbatches < 1:
+    raise ValueError(f'microbatches must be at least 1, got {microbatches}')
+  if ema_decay is not None and not 0 < ema_decay < 1:
+    raise ValueError(f'ema_decay must be in (0, 1) or None, got {ema_decay}')
+  if batch_coupled and microbatches > 1:
+    raise ValueError(
+      f'microbatches={microbatches}: this loss couples the examples of a batch,'
+      ' so parts of it do not add up; pass microbatches=1'
+    )
+
+
 def make_update(
   loss_fn: LossFn,
   optimizer: optax.GradientTransformation,
@@ -145,15 +169,7 @@ def make_update(
     ValueError: for a count or a decay out of range, and for micro-batches of a
       batch-coupled loss.
   """
-  if microbatches < 1:
-    raise ValueError(f'microbatches must be at least 1, got {microbatches}')
-  if ema_decay is not None and not 0 < ema_decay < 1:
-    raise ValueError(f'ema_decay must be in (0, 1) or None, got {ema_decay}')
-  if batch_coupled and microbatches > 1:
-    raise ValueError(
-      f'microbatches={microbatches}: this loss couples the examples of a batch,'
-      ' so parts of it do not add up; pass microbatches=1'
-    )
+  _check_options(microbatches, ema_decay, batch_coupled)
   if batch_coupled:
     loss_fn = _shared_loss(loss_fn, axis_name)
   blend = 1 - (ema_decay or 0.0)
@@ -165,16 +181,9 @@ def make_update(
     )
     if axis_name is not None:
       sums = jax.lax.psum(sums, axis_name)
-    grads, total, weight, aux = sums
-    # A batch of padding alone has weight 0, gradient 0 and takes no step.
-    scale = 1 / jnp.where(weight > 0, weight, 1)
-    grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-    observed = {'loss': total * scale, 'grad_norm': optax.tree.norm(grads)}
-    finite = {name: jnp.isfinite(x) for name, x in observed.items()}
-    aux = {
-      name: s / jnp.where(w != 0, w, 1) for name, (s, w) in sorted(aux.items())
-    }
-    keep = finite['loss'] & finite['grad_norm'] & (weight > 0)
+    grads, weight, observed, aux = _means(*sums)
+    finite = {name: jnp.isfinite(x) for name, x in (observed | aux).items()}
+    sound = finite['loss'] & finite['grad_norm']
 
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
@@ -183,11 +192,8 @@ def make_update(
       ema_params = jax.tree.map(
         lambda old, new: old + blend * (new - old), ema_params, params
       )
-    skips = _count(
-      state.skips,
-      ~(finite['loss'] & finite['grad_norm']),
-      finite | {name: jnp.isfinite(x) for name, x in aux.items()},
-    )
+    skips = _count(state.skips, ~sound, finite)
+    keep = sound & (weight > 0)
     old = (state.params, state.opt_state, state.ema_params)
     new = (params, opt_state, ema_params)
     params, opt_state, ema_params = jax.tree.map(

@@ -74,3 +74,25 @@ def test_rows_of_runs_are_lists():
   )  # fmt: skip
   assert np.shape(rows.rows[2]['held_out/mse']) == (3,)
   assert len(set(rows.rows[2]['held_out/mse'])) == 3
+
+
+@pytest.mark.parametrize('runs', [0, 2])
+def test_passes_of_one_shape_share_a_trace(runs):
+  """Validation and test differ in length, and are compiled once for both."""
+  counts = {}
+  result = train.fit(
+    toy.counting(toy.build(), counts), toy.data(), steps=1, runs=runs,
+    evaluations={
+      'validation': toy.held_out(n=11), 'test': toy.held_out(n=21),
+      'wider': toy.held_out(batch_size=16, n=21),
+    },
+  )  # fmt: skip
+  assert counts['evaluate'] == 2
+  found = result.evaluations
+  assert len(found['validation'][0].outputs['id']) == 11
+  assert len(found['test'][0].outputs['id']) == 21
+  for name in ('prediction', 'id'):
+    np.testing.assert_allclose(
+      found['test'][0].outputs[name], found['wider'][0].outputs[name],
+      rtol=1e-6,
+    )  # fmt: skip

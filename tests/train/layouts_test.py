@@ -155,7 +155,7 @@ def test_restored_arrays_are_donated_like_fresh_ones(tmp_path):
   restored = store.restore(3, shapes)
   toy.assert_same(restored, result.state)
   step = layout.step(method, toy.data(), shapes, 1)
-  for state in (init(), restored):
+  for state in (init(None, batch), restored):
     step(state, None, batch)
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
   store.close()

@@ -131,6 +131,60 @@ def test_an_update_is_held_to_the_contract_before_it_is_compiled(
     train.fit(toy.scalar_method(update), steps=2)
 
 
+def _method(**changes):
+  update = lambda state, batch: (state, {})
+  return toy.scalar_method(update)(None)._replace(**changes)
+
+
+@pytest.mark.parametrize(
+  ('build', 'message'),
+  [
+    (_method(), 'got a Method; pass lambda axis_name: method'),
+    (3, r'build must be a function axis name -> Method, got a int'),
+    (
+      lambda axis: toy.build(),
+      r'build\(None\) must .* got a function; if it is',
+    ),
+    (lambda axis: tuple(_method()), 'got a tuple; return tmlib.train.Method'),
+    (
+      lambda axis: _method(update=lambda s, b: s),
+      r'update must return the pair \(state, metrics\), got a dict',
+    ),
+    (
+      lambda axis: _method(update=lambda s, b: (s, s['x'])),
+      'must return its metrics as a dict, got a .*Tracer',
+    ),
+  ],
+)
+def test_a_wrong_method_is_named_before_it_is_compiled(build, message):
+  with pytest.raises(TypeError, match=message):
+    train.fit(build, steps=2)
+
+
+@pytest.mark.parametrize(
+  ('found', 'error', 'message'),
+  [
+    ({'outputs': {}}, TypeError, r"sums missing or no dict, got \['outputs'\]"),
+    ({'loss': 1.0}, TypeError, r"sums and outputs missing .* got \['loss'\]"),
+    (1.0, TypeError, 'got a float'),
+    (
+      {'sums': {'mse': jnp.ones(())}, 'outputs': {}},
+      ValueError,
+      r"sums\['mse'\] must be a pair \(sum, weight\)",
+    ),
+    (
+      {'sums': {'mse': (jnp.ones(3), jnp.ones(3))}, 'outputs': {}},
+      ValueError,
+      r'of scalars, got \(\(3,\), \(3,\)\)',
+    ),
+  ],
+)
+def test_a_wrong_evaluation_is_named(found, error, message):
+  build = lambda axis: _method(evaluate=lambda state, batch: found)
+  with pytest.raises(error, match=message):
+    train.fit(build, steps=1, evaluations={'held_out': toy.held_out()})
+
+
 def halving(state, batch):
   del batch
   step, x = state['step'] + 1, state['x'] / 2
@@ -177,6 +231,8 @@ def test_a_finished_run_is_evaluated_again_and_can_be_extended(tmp_path):
   longer, rows = fit(9)
   assert longer.step == 9
   assert list(rows.rows) == [9]
+  with pytest.raises(ValueError, match='steps=6, but the run found has done 9'):
+    fit(6)
 
 
 def test_steps_per_call_must_fit_the_checkpoint(tmp_path):

@@ -85,6 +85,23 @@ def test_a_saved_boundary_resumes_with_its_entrance(tmp_path, whole):
   toy.assert_same(result.state, whole[0].state)
 
 
+def test_a_stage_that_comes_again_is_not_compiled_again():
+  counts, rows = {}, toy.Rows()
+  again = toy.counting(toy.build(ADAM), counts)
+  result = train.fit(
+    data=toy.data(), writers=[rows], options=train.Options(log_every=1),
+    stages=[
+      train.Stage('train', 3, again),
+      train.Stage('other', 2, toy.build(ADAM)),
+      train.Stage('retrain', 3, again),
+    ],
+  )  # fmt: skip
+  assert counts == {'update': 1}
+  assert [cost['stage'] for cost in result.costs] == ['train', 'other']
+  plain = train.fit(toy.build(ADAM), toy.data(), steps=8)
+  toy.assert_same(result.state, plain.state)
+
+
 def test_a_wrong_entrance_is_named():
   wrong = lambda state, data: state
   with pytest.raises(ValueError, match="stage 'sgd': enter must return"):

@@ -18,7 +18,7 @@ import numpy as np
 from tmlib.options import Options
 from tmlib.train.data import Data
 from tmlib.train.layout import Layout, make_mesh, parse_rules
-from tmlib.train.method import Build
+from tmlib.train.method import Build, build_method
 
 __all__ = [
   'Collective',
@@ -358,7 +358,8 @@ def compile_for(
     data = data._replace(batch_size=batch_size)
   # Methods may make constants when they are built, which nothing can do on
   # devices that are not there.
-  methods = {name: build(name) for name in {layout.axis_name(data), None}}
+  names = {layout.axis_name(data), None}
+  methods = {name: build_method(build, name) for name in names}
   with jax.set_mesh(mesh):
     lowered = lower_step(
       methods.__getitem__, data, layout, folds=options.steps_per_call

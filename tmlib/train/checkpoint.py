@@ -84,7 +84,7 @@ def check_resume(
   if not allow_change:
     raise ValueError(
       f'the run found at step {meta.step} was made with another configuration:'
-      f'\n  {text}\nuse another --workdir, or --allow_config_change to go on'
+      f'\n  {text}\nuse another workdir, or allow_config_change to go on'
     )
   logging.warning('resuming with a changed configuration:\n  %s', text)
 
@@ -139,7 +139,7 @@ class Checkpoints:
     if read_only and self.latest is None:
       raise FileNotFoundError(
         f'no complete checkpoint in {self.folder}; train first, or pass the'
-        ' --workdir of a trained run'
+        ' workdir of a trained run'
       )
     self._manager = ocp.CheckpointManager(
       self.folder,
@@ -223,7 +223,7 @@ class Checkpoints:
       f'checkpoint {self.folder / str(step)} does not fit this model:\n  '
       + '\n  '.join(wrong[:10])
       + more
-      + '\nuse the config it was trained with, or another --workdir'
+      + '\nuse the config it was trained with, or another workdir'
     )
 
   def save(self, state: Any, meta: Meta) -> None:
@@ -278,7 +278,7 @@ class Checkpoints:
     newest = max(_complete_steps(self.folder), default=None)
     return RuntimeError(
       f'saving a checkpoint to {self.folder} failed: {cause}; the newest'
-      f' complete step is {newest}. Free the disk or change --workdir, and'
+      f' complete step is {newest}. Free the disk or change the workdir, and'
       ' start again to resume'
     )
 

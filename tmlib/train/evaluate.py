@@ -43,18 +43,36 @@ class Evaluator:
     layout.check_data(data)
     self._data, self._layout = data, layout
     self._resident = layout.replicate(data.resident)
+    self._gather = layout.gather(data)
 
-  def compile(self, method: Method, state_shapes: Any) -> dict[Any, Any]:
-    """{bucket: compiled evaluation}, for every bucket the pass will meet."""
-    function = self._layout.evaluate(method, self._data)
-    compiled: dict[Any, Any] = {}
+  def lower(
+    self, method: Method, state_shapes: Any, known: dict[Any, Any]
+  ) -> dict[Any, Any]:
+    """{bucket: key in `known`}, for every bucket the pass will meet.
+
+    Args:
+      method: built with no axis name.
+      state_shapes: with shardings.
+      known: {key: lowered evaluation of `method`}, one for each shape of a
+        batch, so that passes of one shape share it; what is missing is added.
+    """
+    function = self._layout.evaluate(method, self._data.per_run)
+    keys: dict[Any, Any] = {}
     for step in range(self._data.steps or 0):
-      key = self._data.bucket(step)
-      if key not in compiled:
-        batch = self._layout.place(self._data, [step], stacked=False)
-        lowered = function.lower(state_shapes, self._resident, batch)
-        compiled[key] = lowered.compile()
-    return compiled
+      bucket = self._data.bucket(step)
+      if bucket in keys:
+        continue
+      shapes = jax.tree.map(_shape, self._batch(step))
+      leaves, treedef = jax.tree.flatten(shapes)
+      key = keys[bucket] = (self._data.per_run, treedef, *leaves)
+      if key not in known:
+        known[key] = function.lower(state_shapes, shapes)
+    return keys
+
+  def _batch(self, step: int) -> Any:
+    """The batch of one step, on the devices."""
+    loaded = self._layout.place(self._data, [step], stacked=False)
+    return self._gather(self._resident, loaded)
 
   def run(
     self,
@@ -66,11 +84,8 @@ class Evaluator:
     sums: dict[str, Any] = {}
     parts: list[dict[str, np.ndarray]] = []
     for step in range(self._data.steps or 0):
-      batch = self._layout.place(self._data, [step], stacked=False)
       call = compiled[self._data.bucket(step)]
-      found, weight = jax.tree.map(
-        self._host, call(state, self._resident, batch)
-      )
+      found, weight = jax.tree.map(self._host, call(state, self._batch(step)))
       for name, (total, count) in found['sums'].items():
         pair = np.stack([total, count]).astype(np.float64)
         sums[name] = sums.get(name, 0) + pair
@@ -86,6 +101,10 @@ class Evaluator:
     """As NumPy with a leading run axis, the copies of runs dropped."""
     x = np.asarray(x)
     return x[: self._layout.runs] if self._layout.runs else x[None]
+
+
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def _one_run(

@@ -41,7 +41,7 @@ class Experiment(NamedTuple):
     evaluations: {name: finite pass}.
     summarize: (outputs, sums) of one run -> metrics.
     stop: read metrics -> whether to stop early.
-    predict: a finite pass over unlabelled data, for `--mode=predict`.
+    predict: a finite pass over unlabelled data, for mode 'predict'.
     names: name of each example id, for predictions.csv.
     parts: {name: experiment}, each run in its own folder, in order: models to
       compare, points of a curve.
@@ -89,7 +89,7 @@ def run(
     FileNotFoundError: if there is no checkpoint to evaluate.
   """
   if not str(workdir):
-    raise ValueError('--workdir is empty; give a folder for what a run leaves')
+    raise ValueError('workdir is empty; give a folder for what a run leaves')
   workdir = Path(workdir)
   experiment = make(config)
   _prepare(workdir)
@@ -125,7 +125,7 @@ def _prepare(workdir: Path) -> None:
     probe.unlink()
   except OSError as error:
     raise OSError(
-      f'--workdir={workdir} cannot be written ({error.strerror}); pass a folder'
+      f'workdir={workdir} cannot be written ({error.strerror}); pass a folder'
       ' that can'
     ) from error
 

@@ -4,6 +4,7 @@ Mesh axes: 'run' (independent runs), 'data' (examples), 'model' where asked.
 """
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tmlib.train.data import Data
-from tmlib.train.method import Method, check_update
+from tmlib.train.method import Method, check_evaluation, check_update
 
 __all__ = [
   'Layout',
@@ -163,6 +164,18 @@ class Layout:
     """Sharding of what every device holds whole."""
     return NamedSharding(self.mesh, P())
 
+  @property
+  def on_cpu(self) -> bool:
+    """Whether the devices are this machine's cores."""
+    return self.mesh.devices.flat[0].platform == 'cpu'
+
+  @property
+  def _run_once(self) -> dict[str, Any]:
+    """Compiler options of what runs once: to compile it is what takes time."""
+    level = 'xla_backend_optimization_level'
+    chosen = level in os.getenv('XLA_FLAGS', '')
+    return {level: 1} if self.on_cpu and not chosen else {}
+
   def axis_name(self, data: Data | None) -> str | None:
     """The axis a method must sum over itself, None in jit mode."""
     return 'data' if self.parallel == 'pmap' and data is not None else None
@@ -251,7 +264,7 @@ class Layout:
 
   def init(self, method: Method, seed: int, resident: Any, batch: Any,
            data: Data | None):  # fmt: skip
-    """(state shapes, compiled-on-call function () -> state on the devices)."""
+    """(state shapes, jit function (resident, batch) -> state)."""
 
     def init(resident, batch):
       key = jax.random.key(seed)
@@ -271,8 +284,10 @@ class Layout:
       shapes,
       shardings,
     )
-    function = jax.jit(init, out_shardings=shardings)
-    return shapes, lambda: function(resident, batch)
+    function = jax.jit(
+      init, out_shardings=shardings, compiler_options=self._run_once
+    )
+    return shapes, function
 
   def step(self, method: Method, data: Data | None, shapes: Any, folds: int):
     """Jit function (state, resident, batch) -> (state, metrics).
@@ -286,11 +301,11 @@ class Layout:
     per_run = 0 if data is not None and data.per_run else None
 
     def one(state, resident, batch):
-      new, metrics = method.update(
+      result = method.update(
         state, None if data is None else data.gather(resident, batch)
       )
-      check_update(state, new, metrics)
-      return new, metrics
+      check_update(state, result)
+      return result
 
     many = one
     if self.runs:
@@ -337,20 +352,32 @@ class Layout:
       )
     return P(*spec[:lead])
 
-  def evaluate(self, method: Method, data: Data):
-    """Jit function (state, resident, batch) -> (evaluation, weight).
+  def gather(self, data: Data):
+    """Jit function (resident, loaded batch) -> batch for `evaluate`."""
+    gather = data.gather
+    if data.per_run:
+      gather = jax.vmap(gather, (None, 0), spmd_axis_name='run')
+    return jax.jit(gather)
+
+  def evaluate(self, method: Method, per_run: bool):
+    """Jit function (state, batch) -> (evaluation, weight).
 
     Always the global view, so that sums are global in both modes; outputs
     come back replicated, so that every process can read them.
-    """
-    per_run = 0 if data.per_run else None
 
-    def one(state, resident, batch):
-      batch = data.gather(resident, batch)
-      return method.evaluate(state, batch), batch['weight']
+    Args:
+      method: built with no axis name.
+      per_run: whether each run has its own batch.
+    """
+
+    def one(state, batch):
+      found = method.evaluate(state, batch)
+      check_evaluation(found)
+      return found, batch['weight']
 
     if self.runs:
-      one = jax.vmap(one, (0, None, per_run), spmd_axis_name='run')
+      axes = (0, 0 if per_run else None)
+      one = jax.vmap(one, axes, spmd_axis_name='run')
     return jax.jit(one, out_shardings=self.replicated)
 
 

@@ -19,12 +19,12 @@ from tmlib.options import ALL, Options
 from tmlib.train.cache import compilation_cache
 from tmlib.train.checkpoint import Checkpoints, Meta
 from tmlib.train.data import Data
-from tmlib.train.evaluate import Evaluated, Evaluator, Summarize
+from tmlib.train.evaluate import Evaluated, Summarize
 from tmlib.train.layout import Layout, make_mesh, parse_rules
 from tmlib.train.method import Build
 from tmlib.train.prefetching import prefetch
 from tmlib.train.profile import profiled
-from tmlib.train.program import Program
+from tmlib.train.program import Program, make_programs
 from tmlib.train.progress import Chronometer
 from tmlib.train.recorder import Recorder, evaluation_metrics
 from tmlib.train.signals import StopRequest, stop_request
@@ -136,15 +136,9 @@ def fit(
       writers = default_writers(workdir, meta.step)
     for writer in writers:
       stack.callback(writer.close)
-    evaluators = {
-      name: Evaluator(name, passed, layout)
-      for name, passed in (evaluations or {}).items()
-    }
-    programs = [
-      Program(stage.build, stage.data, evaluators, layout, seed=seed,
-              folds=options.steps_per_call)
-      for stage in stages
-    ]  # fmt: skip
+    programs = make_programs(
+      stages, evaluations or {}, layout, seed=seed, folds=options.steps_per_call
+    )
     if evaluate_only:
       # The run ends where it stands, and nothing is written.
       stages = cut_stages(stages[: meta.stage + 1], meta.step)
@@ -183,11 +177,12 @@ class _Session:
     ends = list(itertools.accumulate(stage.steps for stage in self.stages))
     step, index = self.resumed.step, self.resumed.stage
     stopped = self.resumed.stopped and self._stops(self.resumed.metrics)
+    fresh = self.checkpoints is None or self.checkpoints.latest is None
     costs = []
     for i in range(index, index + 1 if stopped else len(ends)):
       train = step < ends[i] and not stopped
       if train or stopped or i == len(ends) - 1:
-        cost = self.programs[i].compile(train)
+        cost = self.programs[i].compile(train, init=fresh and i == 0)
         costs += [{'stage': self.stages[i].name} | row for row in cost]
     state, status = self._initial(index), 'stopped'
     if not stopped:

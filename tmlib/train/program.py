@@ -1,7 +1,8 @@
 """One stage's compiled program: init, a step per bucket, evaluations."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -10,9 +11,10 @@ from absl import logging
 from tmlib.train.data import Data
 from tmlib.train.evaluate import Evaluated, Evaluator, Summarize
 from tmlib.train.layout import Layout
-from tmlib.train.method import Build
+from tmlib.train.method import Build, build_method
+from tmlib.train.stages import Stage
 
-__all__ = ['Program']
+__all__ = ['Program', 'make_programs']
 
 
 class Program:
@@ -41,14 +43,15 @@ class Program:
     self.data, self._layout, self._folds = data, layout, folds
     self._evaluators = evaluators
     self._resident = None if data is None else layout.replicate(data.resident)
-    self._method = build(layout.axis_name(data))
+    name = layout.axis_name(data)
+    self._method = build_method(build, name)
     # The global view serves for init and evaluation in both modes.
-    self._whole = build(None) if layout.axis_name(data) else self._method
+    self._whole = build_method(build, None) if name else self._method
     self._example = None
     if data is not None:
       layout.check_data(data)
       self._example = layout.place(data, [0], stacked=False)
-    self.shapes, self.init = layout.init(
+    self.shapes, self._init = layout.init(
       self._whole, seed, self._resident, self._example, data
     )
     self._steps: dict[Any, Any] = {}
@@ -64,24 +67,53 @@ class Program:
       for key, batch in self._batch_shapes().items()
     }
 
-  def compile(self, train: bool = True) -> list[dict[str, Any]]:
-    """Compiles the evaluations and, if `train`, the step for every bucket.
+  def compile(
+    self, train: bool = True, init: bool = False
+  ) -> list[dict[str, Any]]:
+    """Compiles the evaluations and, where asked, the step and the init.
+
+    What is compiled already is not compiled again. On a CPU, programs are
+    compiled beside one another; the compiler of a GPU times its kernels, which
+    must not disturb one another.
+
+    Args:
+      train: compile the step for every bucket.
+      init: compile the initial state.
 
     Returns:
       Per bucket: compile seconds, FLOPs and bytes per call and device.
     """
+    wanted: dict[Any, Any] = {}
+    if train and not self._steps:
+      wanted |= {('step', key): low for key, low in self.lower().items()}
+    evaluations: dict[Any, Any] = {}
+    keys = {
+      name: evaluator.lower(self._whole, self.shapes, evaluations)
+      for name, evaluator in self._evaluators.items()
+      if name not in self._evaluations
+    }
+    wanted |= {('evaluate', key): low for key, low in evaluations.items()}
+    if init:
+      wanted['init', 0] = self._init.lower(self._resident, self._example)
+    with ThreadPoolExecutor(None if self._layout.on_cpu else 1) as pool:
+      done = dict(zip(wanted, pool.map(_compile, wanted.values()), strict=True))
     costs = []
-    for key, lowered in self.lower().items() if train else ():
-      start = time.monotonic()
-      compiled = self._steps[key] = lowered.compile()
-      costs.append(
-        {'bucket': str(key), 'seconds': round(time.monotonic() - start, 3)}
-        | _cost(compiled)
-      )
-      logging.info('compiled step: %s', costs[-1])
-    for name, evaluator in self._evaluators.items():
-      self._evaluations[name] = evaluator.compile(self._whole, self.shapes)
+    for (kind, key), (compiled, cost) in done.items():
+      if kind == 'init':
+        self._init = compiled
+      if kind == 'step':
+        self._steps[key] = compiled
+        costs.append({'bucket': str(key)} | cost)
+        logging.info('compiled step: %s', costs[-1])
+    for name, found in keys.items():
+      self._evaluations[name] = {
+        bucket: done['evaluate', key][0] for bucket, key in found.items()
+      }
     return costs
+
+  def init(self) -> Any:
+    """A fresh state on the devices."""
+    return self._init(self._resident, self._example)
 
   def _batch_shapes(self) -> dict[Any, Any]:
     """{bucket: shapes of a loaded batch, with shardings}."""
@@ -133,10 +165,47 @@ class Program:
     }
 
 
-def _cost(compiled: Any) -> dict[str, float | None]:
-  """What the compiler says of one call on one device."""
+def make_programs(
+  stages: Sequence[Stage],
+  evaluations: Mapping[str, Data],
+  layout: Layout,
+  *,
+  seed: int,
+  folds: int,
+) -> list[Program]:
+  """The program of each stage; stages of one method and stream share one.
+
+  Args:
+    stages: in their order.
+    evaluations: {name: finite pass}, of every stage.
+    layout: mesh and mode.
+    seed: of the initial state.
+    folds: updates per call.
+
+  Returns:
+    One per stage.
+  """
+  evaluators = {
+    name: Evaluator(name, data, layout) for name, data in evaluations.items()
+  }
+  made: dict[tuple[int, int], Program] = {}
+  for stage in stages:
+    key = id(stage.build), id(stage.data)
+    if key not in made:
+      made[key] = Program(
+        stage.build, stage.data, evaluators, layout, seed=seed, folds=folds
+      )
+  return [made[id(stage.build), id(stage.data)] for stage in stages]
+
+
+def _compile(lowered: Any) -> tuple[Any, dict[str, float | None]]:
+  """The program, and what the compiler says of one call on one device."""
+  start = time.monotonic()
+  compiled = lowered.compile()
+  seconds = round(time.monotonic() - start, 3)
   cost, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
-  return {
+  return compiled, {
+    'seconds': seconds,
     'flops': cost.get('flops'),
     'argument_bytes': getattr(memory, 'argument_size_in_bytes', None),
     'temporary_bytes': getattr(memory, 'temp_size_in_bytes', None),

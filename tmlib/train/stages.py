@@ -75,7 +75,6 @@ def check_stages(
   check_resume(meta, identity, stage.fingerprint, options.allow_config_change)
   ends = list(itertools.accumulate(stage.steps for stage in stages))
   begin = sum(stage.steps for stage in stages[: meta.stage])
-  # The last stage may end earlier than before: then nothing is left to do.
   last = meta.stage >= len(stages) - 1
   if meta.stage >= len(stages) or not (
     begin <= meta.step and (last or meta.step <= ends[meta.stage])
@@ -83,7 +82,12 @@ def check_stages(
     raise ValueError(
       f'the checkpoint at step {meta.step} is in stage {meta.stage}, but the'
       f' stages now end at steps {ends}; keep the steps of the stages that were'
-      ' begun, or use another --workdir'
+      ' begun, or use another workdir'
+    )
+  if not evaluate_only and meta.step > ends[-1]:
+    raise ValueError(
+      f'steps={ends[-1]}, but the run found has done {meta.step}; ask for at'
+      ' least as many, use another workdir, or only evaluate'
     )
   if not evaluate_only and meta.step % options.steps_per_call:
     raise ValueError(

@@ -3,9 +3,9 @@ r"""Trains, evaluates or reports one experiment.
   python experiments/main.py --config=configs/tmevolve.py \
     --workdir=runs/tmevolve --config.train.steps=500
 
---config=FILE:ARG passes ARG to the file's get_config; every config has the
-ARG `tiny`. A run whose workdir holds a checkpoint goes on from it. Flags of
-jax itself are given as environment variables, such as JAX_PLATFORMS=cpu.
+--config=FILE:ARG passes ARG to the file's get_config; every config has the ARG
+`tiny`, compiled without optimisation. A workdir with a checkpoint goes on from
+it. Flags of jax are given as environment variables, such as JAX_PLATFORMS=cpu.
 """
 
 import pathlib
@@ -36,8 +36,8 @@ flags.mark_flags_as_required(['config', 'workdir'])
 
 
 def _run() -> int | None:
-  # Imported here, so that a typo is answered before jax is loaded.
-  from tmlib.train import run
+  cli.quicken(config_flags.get_config_filename(FLAGS['config']))
+  from tmlib.train import run  # only now: a typo is answered before jax loads
 
   if FLAGS.distributed:
     cli.connect()

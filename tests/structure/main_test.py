@@ -1,6 +1,7 @@
 """main.py answers mistakes in one line, fast, from any folder."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -26,6 +27,22 @@ def get_config(arg=None):
     'train': {'steps': 10, 'lr': 1e-3},
   })
 """
+
+
+@pytest.mark.parametrize(
+  ('spec', 'before', 'after'),
+  [
+    ('a.py:tiny', '', '--xla_backend_optimization_level=0'),
+    ('a.py:tiny', '--x=1', '--x=1 --xla_backend_optimization_level=0'),
+    ('a.py:tiny', '--xla_backend_optimization_level=2', None),
+    ('a.py', '', None),
+    ('tiny.py:full', '', None),
+  ],
+)
+def test_only_tiny_programs_are_not_optimised(monkeypatch, spec, before, after):
+  monkeypatch.setenv('XLA_FLAGS', before)
+  cli.quicken(spec)
+  assert os.environ['XLA_FLAGS'] == (before if after is None else after)
 
 
 def answer(folder, *arguments):

@@ -10,6 +10,7 @@ import numpy as np
 from flax import linen as nn
 
 from tmlib import train
+from tmlib.config import config_field
 from tmlib.data import (
   BagSet,
   batch_bags,
@@ -54,7 +55,9 @@ class Folds(NamedTuple):
 
 def load_set(config, name: str) -> BagSet:
   """The bags of one set with their feature-space graphs."""
-  return with_knn_graphs(read_mil_csv(name), config.data.neighbours)
+  bagset = read_mil_csv(name)
+  with config_field('data.neighbours'):
+    return with_knn_graphs(bagset, config.data.neighbours)
 
 
 def make_folds(config, bagset: BagSet) -> Folds:
@@ -72,9 +75,10 @@ def make_folds(config, bagset: BagSet) -> Folds:
       'data.folds, or look whether column 0 holds class labels'
     )
   seeds = range(config.seed, config.seed + config.train.runs)
-  folds = np.stack(
-    [stratified_folds(bagset.labels, config.data.folds, s) for s in seeds]
-  )
+  with config_field('data.folds'):
+    folds = np.stack(
+      [stratified_folds(bagset.labels, config.data.folds, s) for s in seeds]
+    )
   statistics = [fold_statistics(bagset.bags, fold) for fold in folds]
   mean, std = map(np.concatenate, zip(*statistics, strict=True))
   return Folds(*cross_validation_runs(folds), (mean, std))

@@ -4,14 +4,16 @@ Here, above `tmlib.train`, so that a config loads without loading jax: a typo in
 one is answered at once.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from tmlib.options import Options
 
-__all__ = ['default_config', 'identity']
+__all__ = ['config_field', 'default_config', 'identity']
 
 # Fields of `config.train` that change the mathematics; the rest is free.
 _FIXED = ('batch_size', 'runs')
@@ -46,6 +48,27 @@ def default_config() -> Any:
     )
   )
   return config
+
+
+@contextlib.contextmanager
+def config_field(name: str) -> Iterator[None]:
+  """What is raised inside is said of this field of the config.
+
+  Functions of the library name their arguments; a user of the command line
+  knows the field that went into them.
+
+  Args:
+    name: dotted path, such as 'data.folds'.
+
+  Yields:
+    Nothing.
+  """
+  try:
+    yield
+  except TypeError as error:
+    raise TypeError(f'{name}: {error}') from error
+  except ValueError as error:
+    raise ValueError(f'{name}: {error}') from error
 
 
 def identity(config: ConfigDict) -> dict:

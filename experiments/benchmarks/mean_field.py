@@ -1,15 +1,17 @@
 """Iterations per second of mean-field solvers against peers, on one machine.
 
-  python experiments/benchmarks/mean_field.py [--peers=PYTHON] [--size=10]
+  python experiments/benchmarks/mean_field.py [--peers=PYTHON] \
+    [--mfglib=PYTHON] [--size=10]
 
 The crowd of `mean_field.envs.crowd_2d`: size x size torus, reward -log mu, from
 two cells. Mirror descent and fictitious play in tmlib (compiled, exploitability
 only at the end) against the same two iterations in NumPy with dense transition
-matrices, which is what a Python loop can do at best, and against OpenSpiel
-where PYTHON, an interpreter with `pip install open_spiel==2.0.2`, is given. The
-exploitability after equal iterations is compared too: all do the same work.
-(OpenSpiel's mirror descent differs from the second iteration on: its policy
-reads a table that is rewritten during the sweep.)
+matrices, which is what a Python loop can do at best; against OpenSpiel where
+--peers is an interpreter with `pip install open_spiel==2.0.2`; and against
+MFGLib where --mfglib is one with `pip install mfglib==0.3.0`. Their gaps after
+equal iterations are compared too: all do the same work. (OpenSpiel's mirror
+descent differs from the second iteration on: its policy reads a table that is
+rewritten during the sweep. bench-mfg-suite has stationary games only.)
 
   --scaling prints seconds per iteration and memory of the compiled program up
   to 200 x 200 cells and 100 steps; --batch solves 1,000 random games at once.
@@ -49,6 +51,40 @@ for name, make in (('online_mirror_descent',
   seconds = (time.perf_counter() - begin) / count
   gap = nash_conv.NashConv(game, solver.get_policy()).nash_conv()
   found[name] = [seconds, gap]
+print(json.dumps(found))
+"""
+
+MFGLIB = """
+import json, sys, time
+import torch
+torch.set_default_dtype(torch.float64)
+import mfglib.alg as alg
+from mfglib.env import Environment
+from mfglib.scoring import exploitability_score
+size, horizon, count = map(int, sys.argv[1:])
+cells = size * size
+step = [(0, 0), (1, 0), (0, 1), (0, -1), (-1, 0)]
+def move(s, a):
+  return (s // size + a[0]) % size * size + (s % size + a[1]) % size
+p = torch.zeros(cells, cells, 5)
+for s in range(cells):
+  for a in range(5):
+    for e in range(5):
+      p[move(move(s, step[a]), step[e]), s, a] += 0.2
+mu0 = torch.zeros(cells)
+mu0[0], mu0[size + 2] = 0.75, 0.25
+reward = lambda env, t, d: -torch.log(d.sum(-1) + 1e-25)[:, None].repeat(1, 5)
+env = Environment(T=horizon - 1, S=(cells,), A=(5,), mu0=mu0, r_max=60.0,
+                  reward_fn=reward, transition_fn=lambda env, t, d: p)
+found = {}
+for name, solver in (('online_mirror_descent', alg.OnlineMirrorDescent(0.1)),
+                     ('fictitious_play', alg.FictitiousPlay())):
+  state = solver.init_state(env, torch.full((horizon, cells, 5), 0.2))
+  begin = time.perf_counter()
+  for _ in range(count):
+    state = solver.step_next_state(state, None, None)
+  seconds = (time.perf_counter() - begin) / count
+  found[name] = [seconds, exploitability_score(env, state.pi)]
 print(json.dumps(found))
 """
 
@@ -124,10 +160,12 @@ def numpy_seconds(
   return seconds, float((mu * (q.max(-1) - (pi * q).sum(-1))).sum())
 
 
-def open_spiel(python: str, size: int, horizon: int, count: int) -> dict:
+def peer(
+  python: str, script: str, size: int, horizon: int, count: int
+) -> dict[str, list[float]]:
   """{solver: [seconds per iteration, gap]}, in another interpreter."""
   found = subprocess.run(
-    [python, '-c', OPEN_SPIEL, str(size), str(horizon), str(count)],
+    [python, '-c', script, str(size), str(horizon), str(count)],
     capture_output=True, text=True, check=True,
   )  # fmt: skip
   return json.loads(found.stdout)
@@ -136,11 +174,15 @@ def open_spiel(python: str, size: int, horizon: int, count: int) -> dict:
 def compare(args: Any) -> None:
   """Prints one JSON line per solver."""
   game = crowd(args.size, args.horizon)
-  peers = {}
-  if args.peers:
-    peers = open_spiel(
-      args.peers, args.size, args.horizon, args.peer_iterations
-    )
+  given = {
+    'open_spiel': (args.peers, OPEN_SPIEL),
+    'mfglib': (args.mfglib, MFGLIB),
+  }
+  peers = {
+    name: peer(python, script, args.size, args.horizon, args.peer_iterations)
+    for name, (python, script) in given.items()
+    if python
+  }
   for name in ('online_mirror_descent', 'fictitious_play'):
     ours = tmlib_seconds(game, name, args.iterations)
     slow, slow_gap = numpy_seconds(game, name, args.peer_iterations)
@@ -154,11 +196,11 @@ def compare(args: Any) -> None:
       'ratio_to_numpy': round(slow / ours, 1),
       'gap_minus_numpy_gap': gap - slow_gap,
     }  # fmt: skip
-    if peers:
-      seconds, peer_gap = peers[name]
-      row['open_spiel_iterations_per_second'] = round(1 / seconds, 3)
-      row['ratio_to_open_spiel'] = round(seconds / ours)
-      row['gap_minus_open_spiel_gap'] = gap - peer_gap
+    for other, found in peers.items():
+      seconds, other_gap = found[name]
+      row[f'{other}_iterations_per_second'] = round(1 / seconds, 3)
+      row[f'ratio_to_{other}'] = round(seconds / ours, 1)
+      row[f'gap_minus_{other}_gap'] = gap - other_gap
     row['machine'] = f'{platform.machine()}, {jax.default_backend()}'
     print(json.dumps(row), flush=True)
 
@@ -223,6 +265,7 @@ def main() -> None:
   parser.add_argument('--iterations', type=int, default=1000)
   parser.add_argument('--peer_iterations', type=int, default=3)
   parser.add_argument('--peers', default='')
+  parser.add_argument('--mfglib', default='')
   parser.add_argument('--games', type=int, default=1000)
   parser.add_argument('--scaling', action='store_true')
   parser.add_argument('--batch', action='store_true')

@@ -48,6 +48,7 @@ def test_a_solver_stops_at_its_gap():
   assert result.step < 200
 
 
+@pytest.mark.slow
 def test_munchausen_with_a_free_table_is_mirror_descent():
   game = mf.envs.crowd_1d(4, 3, [0.7, 0.1, 0.1, 0.1], noise=0.2)
   build = mf.munchausen_method(
@@ -73,7 +74,10 @@ def test_munchausen_with_a_network_lowers_the_gap():
   assert result.metrics['exploitability'] < 0.5 * before
 
 
-@pytest.mark.parametrize('method', [mf.mf_q_method, mf.mf_ac_method])
+@pytest.mark.parametrize(
+  'method',
+  [mf.mf_q_method, pytest.param(mf.mf_ac_method, marks=pytest.mark.slow)],
+)
 def test_spins_agree_in_the_cold_only(method):
   heat = np.array([0.6, 3.0])
   build = method(mf.ising_env(8, 150), heat, learning_rate=1e-2)
@@ -106,6 +110,7 @@ def test_order_parameter_by_hand():
   np.testing.assert_allclose(mf.CRITICAL_TEMPERATURE, 2.26918531421 / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('method', [mf.mf_q_method, mf.mf_ac_method])
 def test_players_of_left_right_reach_the_logit_equilibrium(method):
   from tmlib.mean_field.networks import MLP

@@ -85,6 +85,17 @@ def test_two_processes_give_the_numbers_of_one(folder, single, parallel):
   assert_file(folder / f'{parallel}.npz', single)
 
 
+def test_two_resume_bitwise(folder):
+  with (
+    np.load(folder / 'resumed.npz') as found,
+    np.load(folder / 'jit.npz') as whole,
+  ):
+    assert found.files == whole.files
+    for name in found.files:
+      later = slice(20, None) if name in ("['loss']", "['abs']") else ...
+      np.testing.assert_array_equal(found[name], whole[name][later], name)
+
+
 def test_one_begins_and_two_end(folder, single):
   later = {name: single[name][20:] for name in ('loss', 'abs')}
   assert_file(folder / 'ended.npz', single | later)

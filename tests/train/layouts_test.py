@@ -13,6 +13,10 @@ from tmlib.train import loop
 STEPS = 50
 
 
+def slow(*cases):
+  return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 def fit(monkeypatch=None, devices=4, parallel='jit', microbatches=1, **options):
   if monkeypatch:
     mesh = functools.partial(train.make_mesh, devices=jax.devices()[:devices])
@@ -57,7 +61,11 @@ def test_the_task_is_one_that_moves(one_device):
 
 
 @pytest.mark.parametrize('parallel', ['jit', 'pmap'])
-@pytest.mark.parametrize(('devices', 'microbatches'), [(1, 2), (2, 4), (4, 1)])
+@pytest.mark.parametrize(
+  ('devices', 'microbatches'),
+  # Four micro-batches of eight examples do not fit four devices.
+  [(1, 2), (2, 4), (4, 1), *slow((1, 4), (2, 1), (2, 2), (4, 2))],
+)
 def test_layouts_agree(
   monkeypatch, one_device, parallel, devices, microbatches
 ):
@@ -95,7 +103,12 @@ def test_a_state_split_over_data_is_refused_per_device():
 
 @pytest.mark.parametrize(
   ('parallel', 'microbatches', 'folds'),
-  [('jit', 1, 1), ('pmap', 2, 1), ('jit', 1, 5)],
+  [
+    ('jit', 1, 1),
+    ('pmap', 2, 1),
+    ('jit', 1, 5),
+    *slow(('pmap', 1, 1), ('jit', 2, 1)),
+  ],
 )
 def test_resume_is_bitwise(tmp_path, parallel, microbatches, folds):
   run = functools.partial(fit, parallel=parallel, microbatches=microbatches)

@@ -68,6 +68,8 @@ def agree(workdir):
   # What one process began ends here, and the other way round.
   save(workdir, 'ended', numbers(f'{workdir}/begun_by_one', parallel='pmap'))
   numbers(f'{workdir}/begun_by_two', steps=20)
+  numbers(f'{workdir}/stopped', steps=20)
+  save(workdir, 'resumed', numbers(f'{workdir}/stopped'))
   save(workdir, 'runs', run_numbers(mesh=(2, 2, 1), parallel='pmap'))
 
 

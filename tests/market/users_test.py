@@ -226,3 +226,8 @@ def test_bad_alphas_are_named(latency, alpha, match):
 def test_a_convex_accuracy_is_warned_about():
   with pytest.warns(UserWarning, match='concave'):
     market.ProviderGame(budgets=(2.0, 1.0), accuracy=lambda c: c**2)
+
+
+def test_an_accuracy_that_is_not_elementwise_is_named():
+  with pytest.raises(ValueError, match='elementwise'):
+    market.ProviderGame(budgets=(2.0, 1.0), accuracy=lambda c: c.sum())

@@ -97,11 +97,19 @@ def is_concave(accuracy: Any, budgets: Any, points: int = 129) -> bool:
 
   Returns:
     False where a difference on the grid contradicts it by more than rounding.
+
+  Raises:
+    ValueError: A is not elementwise.
   """
   share = np.linspace(0, 1, points)
   with jax.enable_x64(True):
     grid = jnp.asarray(share[:, None] * np.asarray(budgets, np.float64))
     value = np.asarray(jax.vmap(accuracy)(grid))
+  if value.shape != grid.shape:
+    raise ValueError(
+      f'accuracy maps compute of shape {grid.shape[1:]} to {value.shape[1:]}; '
+      'it must be elementwise'
+    )
   first, second = np.diff(value, axis=0), np.diff(value, 2, axis=0)
   scale = 1e-12 + 1e-9 * np.abs(value).max()
   return bool((first >= -scale).all() and (second <= scale).all())

@@ -36,32 +36,37 @@ def bracketed_root(
   # Below this, a step of Newton is rounding noise of the value.
   width = high - low
   noise = 4 * eps * width
-  at_low, at_high = function(low)[0] >= 0, function(high)[0] <= 0
-  settled = at_low | at_high
-  x = jnp.where(at_low, low, jnp.where(at_high, high, (low + high) / 2))
 
   def unfinished(carry):
     *_, done, step = carry
     return ~done.all() & (step < max_steps)
 
+  # Both ends are tried inside the loop: `function` may hold such a loop itself,
+  # and each place where it is called is compiled anew.
   def body(carry):
     low, high, x, before, done, step = carry
     value, slope = function(x)
+    first, second = step == 0, step == 1
     low = jnp.where(value <= 0, x, low)
-    high = jnp.where(value >= 0, x, high)
+    high = jnp.where((value >= 0) & ~first, x, high)
     newton = x - value / slope
     inside = (newton >= low) & (newton <= high)
-    step_size, last = jnp.abs(newton - x), jnp.abs(before)
+    size, last = jnp.abs(newton - x), jnp.abs(before)
     # Quadratic convergence: before a step of a few ulps came a small one.
     small = inside & (last <= 1e-3 * width) & jnp.isfinite(slope)
-    small &= step_size <= jnp.maximum(64 * eps * jnp.abs(x), noise)
-    usable = inside & (step_size <= last / 2)
-    new = jnp.where(usable | small, newton, (low + high) / 2)
-    moved = jnp.where(done, 0, new - x)
-    done |= small | (high - low <= 2 * eps * jnp.maximum(abs(low), abs(high)))
-    return low, high, x + moved, moved, done, step + 1
+    small &= size <= jnp.maximum(64 * eps * jnp.abs(x), noise)
+    usable = ((inside & (size <= last / 2)) | small) & ~second
+    middle = (low + high) / 2
+    narrow = high - low <= 2 * eps * jnp.maximum(jnp.abs(low), jnp.abs(high))
+    at_end = jnp.where(first, value >= 0, second & (value <= 0))
+    new = jnp.where(usable, newton, middle)
+    new = jnp.where(first, high, new)
+    before = jnp.where(first | second, width, new - x)
+    x = jnp.where(done | at_end, x, new)
+    done |= at_end | (~first & ~second & (small | narrow))
+    return low, high, x, before, done, step + 1
 
-  carry = (low, high, x, width, settled, jnp.int32(0))
+  carry = (low, high, low, width, jnp.zeros(low.shape, bool), jnp.int32(0))
   return jax.lax.while_loop(unfinished, body, carry)[2]
 
 

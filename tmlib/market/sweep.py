@@ -18,6 +18,7 @@ Axes: R ratios or G games, M providers.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tmlib.market.game import ProviderGame, stack_games
@@ -38,7 +39,9 @@ def uncongested_share(game: ProviderGame) -> np.ndarray:
   Returns:
     [M], softmax(A(B) / tau), the outside option included.
   """
-  value = np.asarray(game.accuracy(np.asarray(game.budgets))) - game.prices
+  with jax.enable_x64(True):
+    trained = game.accuracy(jnp.asarray(np.asarray(game.budgets, np.float64)))
+    value = np.asarray(trained) - np.asarray(game.prices)
   if game.outside is not None:
     value = np.append(value, game.outside)
   odds = np.exp((value - value.max()) / float(game.tau))

@@ -193,7 +193,9 @@ def energies(
           continue
         steps = np.arange(values.shape[1])
         low, high = np.quantile(values, [0.1, 0.9], axis=0)
-        ax.plot(steps, values.mean(0), f'C{i}', marker='.', label=name)
+        # A model without boundaries has one kind of edge.
+        label = name if np.any(pair[1]) else f'{name} (all edges)'
+        ax.plot(steps, values.mean(0), f'C{i}', marker='.', label=label)
         ax.fill_between(steps, low, high, color=f'C{i}', alpha=0.15, lw=0)
       ax.set(xlabel='pseudo-time step', title=word, ylim=(0, None))
       ax.xaxis.get_major_locator().set_params(integer=True)
@@ -201,7 +203,9 @@ def energies(
         ax.legend(fontsize=7, frameon=False)
       else:
         ax.text(0.5, 0.5, 'none', ha='center', transform=ax.transAxes)
-    axes[0, 0].set_ylabel('weighted Dirichlet energy of H per patch')
+    axes[0, 0].set_ylabel(
+      'weighted Dirichlet energy\nof H, mean per patch', fontsize=9
+    )
     fig.suptitle(f'{title}; mean and central 80 % over bags', fontsize=9)
 
 

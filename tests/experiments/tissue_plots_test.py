@@ -1,8 +1,11 @@
 """Pictures of tissue: rasters, and files that hold a picture."""
 
+import contextlib
+
 import numpy as np
 
 from experiments import tissue_plots
+from experiments.plots import figure
 
 
 def test_raster_puts_every_patch_in_its_place():
@@ -30,6 +33,26 @@ def test_field_panels_leave_out_a_field_of_one_concept():
   assert not any('concept' in title for title in titles)
   share = tissue_plots.field_panels(np.zeros(3, int), ['a'], seen)[-1]
   np.testing.assert_array_equal(share.values, [3, 3, 3])
+
+
+def test_energies_say_which_edges_a_model_without_regions_has(
+  tmp_path, monkeypatch
+):
+  texts = []
+
+  def drawn(path, *args):
+    with figure(path, *args) as (fig, axes):
+      yield fig, axes
+      for ax in axes.flat:
+        legend = ax.get_legend()
+        texts.append([t.get_text() for t in legend.get_texts()])
+
+  monkeypatch.setattr(tissue_plots, 'figure', contextlib.contextmanager(drawn))
+  one, none = np.ones((5, 4)), np.zeros((5, 4))
+  tissue_plots.energies(
+    tmp_path / 'e.png', {'gated': (one, one), 'plain': (one, none)}, 'title'
+  )
+  assert texts == [['gated', 'plain (all edges)'], ['gated']]
 
 
 def test_pictures_are_written(tmp_path):

@@ -302,5 +302,27 @@ class UnlearnerTest(parameterized.TestCase):
         call()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', [k for k in ul.KINDS if k != 'scrub'])
+def test_every_kind_in_per_device_mode(kind):
+  params, arrays, roles, target = setting()
+  use_R, use_F, _ = ul.needs(kind)
+  data = data_lib.request_data(
+    arrays, roles, 8, uses=(use_R, use_F), per_run={'target': target}
+  )
+  build = ul.unlearner(
+    kind, linear_net, 'softmax', params, optax.sgd(0.1), decay=0.1
+  )
+  got = [
+    train.fit(
+      build, data, steps=4, runs=2, writers=(),
+      options=train.Options(parallel=parallel),
+    ).state.params['w']
+    for parallel in ('jit', 'pmap')
+  ]  # fmt: skip
+  np.testing.assert_allclose(got[0], got[1], atol=3e-6)
+  assert np.abs(np.asarray(got[0]) - params['w']).max() > 1e-3
+
+
 if __name__ == '__main__':
   absltest.main()

@@ -13,6 +13,9 @@ equal iterations are compared too: all do the same work. (OpenSpiel's mirror
 descent differs from the second iteration on: its policy reads a table that is
 rewritten during the sweep. bench-mfg-suite has stationary games only.)
 
+Seconds are CPU seconds of the process, all its threads added up, so that other
+work on the machine does not count.
+
   --scaling prints seconds per iteration and memory of the compiled program up
   to 200 x 200 cells and 100 steps; --batch solves 1,000 random games at once.
 """
@@ -45,10 +48,10 @@ for name, make in (('online_mirror_descent',
                    ('fictitious_play',
                     lambda: fictitious_play.FictitiousPlay(game))):
   solver = make()
-  begin = time.perf_counter()
+  begin = time.process_time()
   for _ in range(count):
     solver.iteration()
-  seconds = (time.perf_counter() - begin) / count
+  seconds = (time.process_time() - begin) / count
   gap = nash_conv.NashConv(game, solver.get_policy()).nash_conv()
   found[name] = [seconds, gap]
 print(json.dumps(found))
@@ -80,10 +83,10 @@ found = {}
 for name, solver in (('online_mirror_descent', alg.OnlineMirrorDescent(0.1)),
                      ('fictitious_play', alg.FictitiousPlay())):
   state = solver.init_state(env, torch.full((horizon, cells, 5), 0.2))
-  begin = time.perf_counter()
+  begin = time.process_time()
   for _ in range(count):
     state = solver.step_next_state(state, None, None)
-  seconds = (time.perf_counter() - begin) / count
+  seconds = (time.process_time() - begin) / count
   found[name] = [seconds, exploitability_score(env, state.pi)]
 print(json.dumps(found))
 """
@@ -99,15 +102,15 @@ def crowd(size: int, horizon: int) -> mean_field.MFGame:
 def tmlib_seconds(
   game: mean_field.MFGame, name: str, iterations: int, repeats: int = 3
 ) -> float:
-  """Seconds per iteration, the best of some calls."""
+  """CPU seconds per iteration, the best of some calls."""
   solve = getattr(mean_field, name)
   call = lambda: solve(game, iterations, log_every=iterations)
   jax.block_until_ready(call())
   best = np.inf
   for _ in range(repeats):
-    begin = time.perf_counter()
+    begin = time.process_time()
     jax.block_until_ready(call())
-    best = min(best, time.perf_counter() - begin)
+    best = min(best, time.process_time() - begin)
   return best / iterations
 
 
@@ -139,7 +142,7 @@ def numpy_seconds(
 
   pi = np.full(game.policy_shape, 1 / actions)
   y = np.zeros_like(pi)
-  begin = time.perf_counter()
+  begin = time.process_time()
   for k in range(1, iterations + 1):
     mu = push(pi)
     if name == 'online_mirror_descent':
@@ -154,7 +157,7 @@ def numpy_seconds(
       total = old + new
       mixed = (old * pi + new * br) / np.where(total > 0, total, 1)
       pi = np.where(total > 0, mixed, 1 / actions)
-  seconds = (time.perf_counter() - begin) / iterations
+  seconds = (time.process_time() - begin) / iterations
   mu = push(pi)
   q = backward(mu, lambda q, t: q.max(-1))
   return seconds, float((mu * (q.max(-1) - (pi * q).sum(-1))).sum())
@@ -185,7 +188,8 @@ def compare(args: Any) -> None:
   }
   for name in ('online_mirror_descent', 'fictitious_play'):
     ours = tmlib_seconds(game, name, args.iterations)
-    slow, slow_gap = numpy_seconds(game, name, args.peer_iterations)
+    slow, _ = numpy_seconds(game, name, args.numpy_iterations)
+    _, slow_gap = numpy_seconds(game, name, args.peer_iterations)
     with jax.enable_x64(True):
       solve = getattr(mean_field, name)
       gap = float(solve(game, args.peer_iterations).gap)
@@ -239,14 +243,14 @@ def batch(args: Any) -> None:
 
   together = jax.jit(jax.vmap(solve))
   jax.block_until_ready(together(many))
-  begin = time.perf_counter()
+  begin = time.process_time()
   result = jax.block_until_ready(together(many))
-  seconds = time.perf_counter() - begin
+  seconds = time.process_time() - begin
   jax.block_until_ready(solve(games[0]))
-  begin = time.perf_counter()
+  begin = time.process_time()
   for game in games[:20]:
     jax.block_until_ready(solve(game))
-  single = (time.perf_counter() - begin) / 20
+  single = (time.process_time() - begin) / 20
   row = {
     'games': args.games, 'states': 20, 'iterations': 100,
     'seconds': round(seconds, 3),
@@ -264,6 +268,7 @@ def main() -> None:
   parser.add_argument('--horizon', type=int, default=10)
   parser.add_argument('--iterations', type=int, default=1000)
   parser.add_argument('--peer_iterations', type=int, default=3)
+  parser.add_argument('--numpy_iterations', type=int, default=200)
   parser.add_argument('--peers', default='')
   parser.add_argument('--mfglib', default='')
   parser.add_argument('--games', type=int, default=1000)

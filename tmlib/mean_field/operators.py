@@ -57,7 +57,9 @@ class StationaryFlow(NamedTuple):
   converged: jax.Array
 
 
-def tables(game: MFGame, mu: jax.Array, t: jax.Array):
+def tables(
+  game: MFGame, mu: jax.Array, t: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   """Rewards [S, A] and probabilities [S, A, E] at one time."""
   dtype = float_type()
   prob = game.prob(mu, t) if callable(game.prob) else game.prob

@@ -228,6 +228,17 @@ def test_a_convex_accuracy_is_warned_about():
     market.ProviderGame(budgets=(2.0, 1.0), accuracy=lambda c: c**2)
 
 
+def test_queues_shorter_than_the_crowd_need_an_outside_option():
+  # Capacity .005 for users of mass 1: almost everybody stays away.
+  game = market.ProviderGame(
+    budgets=B, latency='processor_sharing', outside=0.3
+  )
+  found = market.user_equilibrium(game, [0.9997, 0.9998, 0.9996])
+  assert found.residual < 1e-12
+  assert 0 < found.x.sum() < 1e-4
+  np.testing.assert_allclose(found.x.sum() + found.outside, 1)
+
+
 def test_an_accuracy_that_is_not_elementwise_is_named():
   with pytest.raises(ValueError, match='elementwise'):
     market.ProviderGame(budgets=(2.0, 1.0), accuracy=lambda c: c.sum())

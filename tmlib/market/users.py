@@ -148,6 +148,9 @@ def _levels(block: _Block, latency: Latency, wardrop: bool):
   if latency.capacitated:
     room = jnp.where(ok, jnp.maximum(block.s - block.other, 0), 0)
   fair = block.mass * room / jnp.where(room.sum() > 0, room.sum(), 1)
+  if latency.capacitated:
+    # Only where they cannot hold everybody, and then only to stay finite.
+    fair = jnp.minimum(fair, room * (1 - 1e-6))
   ok &= room > 0
   value = lambda x: (
     block.v - block.gamma * latency.value(jnp.where(ok, block.other + x, 0), s)
@@ -166,6 +169,10 @@ def _levels(block: _Block, latency: Latency, wardrop: bool):
     high = jnp.max(empty)
   # Where everybody is served in proportion, nobody is worse off than this.
   low = jnp.min(jnp.where(ok, full, jnp.inf))
+  if block.outside is not None:
+    # Nobody needs to accept less than by staying away.
+    low = jnp.asarray(block.outside, high.dtype)
+    high = jnp.maximum(high, low)
   margin = 1e-6 * (1 + jnp.abs(high) + jnp.abs(low))
   return jnp.minimum(low, high) - margin, high + margin
 

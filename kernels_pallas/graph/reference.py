@@ -146,9 +146,11 @@ def _gated_sum(graph, far, own, gates, x):
     step = near - x if same else near
     y += _combine(gates, far, k) * jnp.where(valid, step, 0)
   if not same:
-    # What leaves a node does not depend on where it goes.
+    # What leaves a node does not depend on where it goes. A product with ones:
+    # a plain sum would be fused with the loop above, which then is none.
+    ones = jnp.ones((graph.num_slots, 1), dtype)
     left = [jnp.where(graph.emask, w, 0).astype(dtype) for w in own]
-    left = [jnp.sum(w, -1, keepdims=True) for w in left]
+    left = [_exact(w, ones) for w in left]
     some = jnp.any(graph.emask, -1, keepdims=True)
     y -= _combine(gates, left, 0) * jnp.where(some, x, 0)
   return y.astype(reach.dtype)

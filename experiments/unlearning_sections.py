@@ -209,8 +209,9 @@ def local_lines(config) -> list[str]:
   note = (
     '150 digits, one request each; full and warm retrained models by 30 and '
     '15 damped Gauss-Newton steps in float64, so that what is left is mainly '
-    'the error of the theory. Softmax regression with square loss is linear, its error is rounding. Where it '
-    'fails the move is far from local, and the prediction is at best a '
-    'direction: retrain, or take small steps and audit again.'
+    'the error of the theory. Softmax regression with square loss is linear, '
+    'its error is rounding. Where it fails the move is far from local, and the '
+    'prediction is at best a direction: retrain, or take small steps and audit '
+    'again.'
   )
   return ['## Where the theory fails', '', *markdown(header, rows), note, '']

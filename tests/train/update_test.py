@@ -164,3 +164,13 @@ def test_optimizers_that_do_not_exist(change, message):
   train.make_optimizer(config, 10)
   with pytest.raises(ValueError, match=message):
     train.make_optimizer(config | change, 10)
+
+
+@pytest.mark.parametrize(
+  'loss', [lambda *args: 1.0, lambda *args: (1.0, 2.0), lambda *args: (1, 2, 3)]
+)
+def test_a_loss_that_is_a_mean_is_named(loss):
+  with pytest.raises(
+    TypeError, match=r'loss_fn must return \(sum, weight, aux'
+  ):
+    train.fit(toy.build(loss=loss), toy.data(), steps=1)

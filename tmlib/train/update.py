@@ -5,7 +5,7 @@ the end. So padded rows, micro-batches, uneven shards and the number of devices
 all give the same number.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import chex
@@ -81,13 +81,28 @@ def _split(batch: Batch, microbatches: int) -> Batch:
   return jax.tree.map(split, batch)
 
 
+def _triple(found: Any) -> Any:
+  """What a loss returned, held to be (sum, weight, aux)."""
+  if not (
+    isinstance(found, tuple)
+    and len(found) == 3
+    and isinstance(found[2], Mapping)
+  ):
+    raise TypeError(
+      'loss_fn must return (sum, weight, aux) with aux = {name: (sum, weight)},'
+      f' got a {type(found).__name__}; return for example'
+      " (jnp.sum(loss * batch['weight']), jnp.sum(batch['weight']), {})"
+    )
+  return found
+
+
 def _summed_gradients(loss_fn, params, batch, key, step, microbatches):
   """Gradient of the summed loss, with the sums: (grads, sum, weight, aux)."""
 
   def part(batch):
     def loss(params):
-      total, weight, aux = loss_fn(params, batch, key, step)
-      return total, (total, weight, aux)
+      sums = _triple(loss_fn(params, batch, key, step))
+      return sums[0], sums
 
     grads, sums = jax.grad(loss, has_aux=True)(params)
     return grads, *sums
@@ -168,6 +183,7 @@ def make_update(
   Raises:
     ValueError: for a count or a decay out of range, and for micro-batches of a
       batch-coupled loss.
+    TypeError: when first traced, if the loss returns something else.
   """
   _check_options(microbatches, ema_decay, batch_coupled)
   if batch_coupled:
@@ -279,7 +295,8 @@ def gradient_method(
       # A batch-coupled loss is asked for its shapes outside any axis.
       keywords = {'axis_name': None} if coupled else {}
       aux = jax.eval_shape(
-        lambda p: loss_fn(p, batch, key, jnp.int32(0), **keywords)[2], params
+        lambda p: _triple(loss_fn(p, batch, key, jnp.int32(0), **keywords))[2],
+        params,
       )
       names = sorted(['loss', 'grad_norm', *aux])
       # One fresh array each: donated buffers must not be shared.

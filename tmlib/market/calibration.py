@@ -83,7 +83,8 @@ def _invert(game, budgets, alphas, x):
     targets.append(log[1:] - log[0])
   rows, targets = np.concatenate(rows), np.concatenate(targets)
   scale = np.abs(rows).max(0)
-  if (scale <= 0).any() or np.linalg.cond(rows / scale) > 1e8:
+  few = len(rows) < 2 or (scale <= 0).any()
+  if few or np.linalg.cond(rows / scale) > 1e8:
     raise ValueError(
       'the markets do not tell gamma from tau: accuracies and latencies differ '
       'in proportion (or not at all); add markets with other splits'

@@ -51,14 +51,26 @@ def _integers(groups: jax.Array) -> np.ndarray:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def block_gmm(lhs, rhs, groups, transpose_rhs, implementation):
+def block_gmm(
+  lhs: jax.Array,
+  rhs: jax.Array,
+  groups: jax.Array,
+  transpose_rhs: bool,
+  implementation: str | None,
+) -> jax.Array:
   """y_i = a_i W_e for the rows of each block; W^T if `transpose_rhs`."""
   call = _dispatch('block_gmm', implementation)
   return call(lhs, rhs, groups, transpose_rhs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def block_tgmm(lhs, rhs, groups, num_groups, implementation):
+def block_tgmm(
+  lhs: jax.Array,
+  rhs: jax.Array,
+  groups: jax.Array,
+  num_groups: int,
+  implementation: str | None,
+) -> jax.Array:
   """T_e = sum of a_i^T b_i over the rows of the blocks of group e."""
   call = _dispatch('block_tgmm', implementation)
   return call(lhs, rhs, groups, num_groups)

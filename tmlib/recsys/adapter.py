@@ -13,6 +13,7 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tmlib.moe import Routing, expert_mlp, topk_route
 from tmlib.recsys.options import DUMoEConfig
@@ -202,7 +203,7 @@ def diversity_loss(w_out: jax.Array, eps: float = 1e-6) -> jax.Array:
 
 def kmeans(
   key: jax.Array,
-  points: jax.Array,
+  points: jax.Array | np.ndarray,
   clusters: int,
   *,
   weight: jax.Array | None = None,
@@ -227,6 +228,7 @@ def kmeans(
   References:
     Arthur, Vassilvitskii. k-means++: the advantages of careful seeding, 2007.
   """
+  points = jnp.asarray(points)
   chex.assert_rank(points, 2)
   if not 1 <= clusters <= len(points):
     raise ValueError(

@@ -249,7 +249,7 @@ def stage_optimizer(
       for group, tree in params.items()
     }
 
-  transforms: dict[str, Any] = {
+  transforms: dict[Any, Any] = {
     'on': optimizer,
     'bias': optax.sign_sgd(bias_rate),
     'off': optax.set_to_zero(),

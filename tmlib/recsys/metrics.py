@@ -9,12 +9,16 @@ the target last, so no metric can be won by giving equal scores.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 __all__ = ['hit_rate', 'mrr', 'ndcg', 'recall', 'target_rank']
 
+# Both kinds go in, JAX's comes out.
+Array = jax.Array | np.ndarray
+
 
 def target_rank(
-  scores: jax.Array, target: jax.Array, seen: jax.Array | None = None
+  scores: Array, target: Array, seen: Array | None = None
 ) -> jax.Array:
   r"""Pessimistic rank: 1 + #{j != target, j unseen : s_j >= s_target}.
 
@@ -37,12 +41,12 @@ def target_rank(
   return 1 + jnp.sum(above & other, 1, dtype=jnp.int32)
 
 
-def hit_rate(rank: jax.Array, k: int = 10) -> jax.Array:
+def hit_rate(rank: Array, k: int = 10) -> jax.Array:
   """[B] float32: one where the target is among the first k, else zero."""
   return (jnp.asarray(rank) <= k).astype(jnp.float32)
 
 
-def recall(rank: jax.Array, k: int = 10) -> jax.Array:
+def recall(rank: Array, k: int = 10) -> jax.Array:
   """[B] float32: share of the relevant items among the first k.
 
   With one target per user, as here, it equals `hit_rate`.
@@ -50,7 +54,7 @@ def recall(rank: jax.Array, k: int = 10) -> jax.Array:
   return hit_rate(rank, k)
 
 
-def ndcg(rank: jax.Array, k: int = 10) -> jax.Array:
+def ndcg(rank: Array, k: int = 10) -> jax.Array:
   """[B] float32: 1 / log2(1 + rank) within the first k, else zero.
 
   References:
@@ -62,7 +66,7 @@ def ndcg(rank: jax.Array, k: int = 10) -> jax.Array:
   return jnp.where(rank <= k, gain, 0)
 
 
-def mrr(rank: jax.Array, k: int | None = None) -> jax.Array:
+def mrr(rank: Array, k: int | None = None) -> jax.Array:
   """[B] float32: 1 / rank, zero beyond k where k is given."""
   rank = jnp.asarray(rank)
   value = 1 / rank.astype(jnp.float32)

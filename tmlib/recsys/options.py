@@ -1,6 +1,7 @@
 """What a DUMoE is, as numbers and names."""
 
 import dataclasses
+from typing import Any
 
 __all__ = ['DUMoEConfig']
 
@@ -160,7 +161,7 @@ class DUMoEConfig:
       Kang, McAuley. Self-attentive sequential recommendation, 2018. The loss
       over the whole catalogue in place of one negative is our choice.
     """
-    fields = dict(
+    fields: dict[str, Any] = dict(
       buckets=0, relative=False, normalize_events=False, short_path=False,
       profile_dim=0, modalities=(), experts=0, interest=0.0,
     )  # fmt: skip

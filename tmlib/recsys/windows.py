@@ -81,7 +81,7 @@ def _fill(arrays: dict, i: int, table: EventTable, rows, now_times) -> None:
     arrays['present'][name][i, at] = table.present[name][rows]
 
 
-def _moments(table: EventTable, rows, after: int, now: str) -> np.ndarray:
+def _moments(table: EventTable, rows, after: Any, now: str) -> np.ndarray:
   """The moment of the query at each of `rows`; `after` is the last one's."""
   own = table.time[rows]
   return own if now == 'last' else np.append(own[1:], after)

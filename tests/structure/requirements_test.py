@@ -20,8 +20,8 @@ INSTALLED_AS = {
   # Comes with every jax.
   'ml_dtypes': 'jax',
 }
-# Measured against, never needed: the benchmarks say how to install them.
-PEERS = {'duelpy', 'torch', 'torchmil'}
+# Measured and tested against, never needed: their users say how to get them.
+PEERS = {'duelpy', 'recbole', 'sksurv', 'torch', 'torchmil'}
 
 
 def bare(requirement):

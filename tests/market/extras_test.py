@@ -59,6 +59,7 @@ def test_prices_of_two_wardrop_providers():
   np.testing.assert_allclose(found.x.sum(), 1)
 
 
+@pytest.mark.slow
 def test_prices_of_logit_providers():
   game = market.ProviderGame(budgets=PAIR, tau=0.2, outside=0.0)
   found = market.solve_prices(game)

@@ -160,7 +160,7 @@ def many(seed, count, latency='linear', tau=0.0):
   ('latency', 'tau'),
   [
     ('linear', 0.0),
-    ('linear', 0.05),
+    pytest.param('linear', 0.05, marks=pytest.mark.slow),
     pytest.param('mm1', 0.0, marks=pytest.mark.slow),
     pytest.param('mm1', 0.3, marks=pytest.mark.slow),
     pytest.param('processor_sharing', 0.05, marks=pytest.mark.slow),

@@ -66,7 +66,14 @@ def test_logit_is_the_softmax_of_its_own_utilities(latency):
   np.testing.assert_allclose(found.latency, CURVES[latency](found.x, s))
 
 
-@pytest.mark.parametrize('latency', ['linear', 'mm1', 'bpr'])
+@pytest.mark.parametrize(
+  'latency',
+  [
+    'linear',
+    pytest.param('mm1', marks=pytest.mark.slow),
+    pytest.param('bpr', marks=pytest.mark.slow),
+  ],
+)
 def test_types_minimise_the_potential(latency):
   gamma, weights, tau = (
     np.array([0.3, 1.0, 4.0]),

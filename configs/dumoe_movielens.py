@@ -1,0 +1,80 @@
+"""SASRec and DUMoE on ML-100k, full ranking, under several orders of its ties.
+
+  pip install --no-deps recbole==1.2.1
+  python experiments/main.py --config=configs/dumoe_movielens.py \
+    --workdir=runs/dumoe_movielens
+
+ML-100k is read from the recbole package (research use only); `--no-deps`
+leaves out its torch stack, which is not needed. Any other log:
+`--config.data.path=PATH` with a RecBole .inter file, a MovieLens ratings.csv or
+its folder, or a csv with columns user,item,timestamp.
+
+Then `--mode=predict` recommends to every user, or to those of
+`--config.data.predict=history.csv` (user,item,timestamp). Args: `tiny`.
+"""
+
+from ml_collections import ConfigDict
+
+from tmlib.config import default_config
+
+
+def get_config(arg: str | None = None) -> ConfigDict:
+  """The config; `arg` is None or 'tiny'."""
+  if arg not in (None, 'tiny'):
+    raise ValueError(f'config argument {arg!r}: allowed is tiny')
+  config = default_config()
+  config.experiment = 'dumoe_movielens'
+  config.models = ('sasrec', 'dumoe')
+  config.data = ConfigDict(
+    dict(
+      path='ml-100k',
+      users=0,
+      protocols=('item', 'file', 'random', 'time'),
+      random_orders=10,
+      file_runs=1,
+      time_runs=1,
+      time_quantile=0.9,
+      validation=False,
+      window=50,
+      now='last',
+      augment=4,
+      recommend=10,
+      predict='',
+    )
+  )
+  config.train.update(
+    steps=1000, batch_size=32, runs=5, log_every=100, save_every=250
+  )
+  config.optimizer.update(learning_rate=3e-3, weight_decay=1e-2)
+  config.model = ConfigDict(
+    dict(
+      dim=48,
+      heads=2,
+      blocks=1,
+      hidden=48,
+      dropout=0.3,
+      short=16,
+      half_life_hours=(1.0, 24.0, 168.0, 720.0),
+      experts=8,
+      k=2,
+      expert_hidden=32,
+      interest=0.1,
+      importance=0.02,
+      routing='event',
+    )
+  )
+  config.report = ConfigDict(dict(bootstrap=1000))
+  if arg == 'tiny':
+    config.data.update(
+      users=40, protocols=('item', 'random'), random_orders=1, window=8,
+      augment=1,
+    )  # fmt: skip
+    config.train.update(
+      steps=20, batch_size=8, runs=1, log_every=10, save_every=10
+    )
+    config.model.update(
+      dim=8, hidden=8, short=4, half_life_hours=(1.0, 24.0), experts=4,
+      expert_hidden=4,
+    )  # fmt: skip
+    config.report.bootstrap = 100
+  return config

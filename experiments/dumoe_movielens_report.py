@@ -34,7 +34,7 @@ foretell each user's first new item after it. The moment of the query is
 `{now}` (`last`: of the last event seen; `target`: of the event to foretell).
 Markov: lags={lags}, decay={decay}, smoothing={smoothing}, chosen on the
 validation split (second last event, random ties). Learned models: the last
-step, one setting for all groups, fixed in pilots on the validation split.
+step of one setting, that of the config, for all groups.
 """
 
 

@@ -24,7 +24,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   config.steps = 100  # of the gradient methods; CG makes a tenth of them
   config.report = ConfigDict(dict(bootstrap=1000, ascent_steps=400))
   if arg == 'tiny':
-    config.draws = 2
+    config.draws = 1
     config.report.update(bootstrap=50, ascent_steps=50)
   elif arg is not None:
     raise ValueError(f"config arg {arg!r}; allowed: 'tiny'")

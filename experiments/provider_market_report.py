@@ -202,7 +202,7 @@ def _draw_total(path: Path, total) -> None:
     ax.set(
       xlabel='B1 / (B1 + B2), total fixed',
       ylabel='utility of users U',
-      title='fixed total compute: asymmetry helps users',
+      title='the same compute, shared unequally',
     )
     ax.legend(frameon=False)
 

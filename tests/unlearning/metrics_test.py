@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,7 @@ class MetricsTest(absltest.TestCase):
       'avg_paraphrased_loss': {'0': 1.0, '7': 0.5},
       'average_perturb_loss': {'0': [2.0, 4.0], '7': [0.5, 0.5]},
     }
-    folder = Path(self.create_tempdir().full_path)
+    folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
     (folder / 'one.json').write_text(json.dumps(forget))
     both = {'eval_log.json': {}, 'eval_log_forget.json': forget}
     (folder / 'all.json').write_text(json.dumps(both))

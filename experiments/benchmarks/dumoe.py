@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 sys.path[0] = __file__.rpartition('/experiments/')[0]
 
@@ -65,7 +66,7 @@ def ours(flags, name: str, batch) -> Callable[[], object]:
   from tmlib.recsys import DUMoEConfig
   from tmlib.recsys.method import build_stage
 
-  size = dict(
+  size: dict[str, Any] = dict(
     dim=flags.dim, heads=2, blocks=flags.blocks, hidden=4 * flags.dim,
     dropout=0.2,
   )  # fmt: skip
@@ -89,7 +90,7 @@ def ours(flags, name: str, batch) -> Callable[[], object]:
 
 def theirs(flags, batch) -> Callable[[], object]:
   """RecBole's SASRec and Adam; raises ImportError where it is missing."""
-  import torch
+  import torch  # pyright: ignore[reportMissingImports]
   from recbole.model.sequential_recommender.sasrec import SASRec
 
   torch.set_num_threads(flags.threads)
@@ -143,7 +144,8 @@ def main() -> None:
   except ImportError as error:
     print(f'without RecBole: {error}')
   for step in steps.values():
-    step(), step()
+    step()
+    step()
   seconds = {name: [] for name in steps}
   for _ in range(flags.repeats):
     for name, step in steps.items():

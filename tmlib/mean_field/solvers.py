@@ -53,6 +53,11 @@ class SolveResult(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=('name', 'logs', 'every'))
 def run_compiled(game, options, initial, tol, *, name, logs, every):
+  """Up to `logs` times `every` steps of the rule `name`, one program.
+
+  It ends early where the exploitability, looked at once in `every` steps, has
+  fallen to `tol`.
+  """
   rule = RULES[name]
   dtype = jnp.result_type(float)
   tol = jnp.asarray(tol, dtype)

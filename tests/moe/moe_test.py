@@ -311,6 +311,53 @@ def test_expert_parallel_equals_one_device(manual):
     np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
+@pytest.mark.parametrize('tokens', [24, 23])
+def test_tokens_split_over_devices_stay_where_they_are(tokens):
+  x, w_in, w_out, logits = problem(tokens, 6, 8, 3)
+
+  def loss(x, w_in, w_out, impl):
+    out = expert_mlp(x, w_in, w_out, topk_route(logits, 2), impl=impl, block=8)
+    return jnp.sin(out).sum()
+
+  grad = jax.value_and_grad(loss, (0, 1, 2))
+  want = jax.jit(grad, static_argnums=3)(x, w_in, w_out, 'dense')
+  with jax.set_mesh(auto_mesh('data')):
+    found = jax.jit(grad, static_argnums=3)
+    got = found(x, w_in, w_out, 'blocked')
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+def test_a_data_parallel_layer_compiles_for_a_tpu_slice_without_a_gather():
+  pytest.importorskip('libtpu')
+  kinds = {'axis_types': (jax.sharding.AxisType.Auto,)}
+  mesh = jax.sharding.Mesh(
+    np.array(topology_devices('v5e:2x2')), ('data',), **kinds
+  )
+  struct = lambda spec, *s: jax.ShapeDtypeStruct(
+    s, jnp.float32, sharding=jax.sharding.NamedSharding(mesh, spec)
+  )
+
+  def loss(x, w_in, w_out, logits):
+    out = expert_mlp(x, w_in, w_out, topk_route(logits, 2))
+    return (out**2).sum()
+
+  with jax.set_mesh(mesh):
+    lowered = (
+      jax.jit(jax.grad(loss, (1, 2)))
+      .trace(
+        struct(P('data'), 4096, 128),
+        struct(P(), 8, 128, 256),
+        struct(P(), 8, 256, 128),
+        struct(P('data'), 4096, 8),
+      )
+      .lower(lowering_platforms=('tpu',))
+    )
+    text = lowered.compile().as_text()
+  assert text.count('custom_call_target="tpu_custom_call"') >= 4
+  assert 'all-gather' not in collectives(text)
+
+
 def test_expert_parallel_reports_what_it_dropped():
   x, w_in, w_out, logits = problem(16, 4, 4, 4)
   logits = logits.at[:, 0].add(50.0)  # each device has one slot per expert

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from kernels_pallas.grouped_matmul import (
   block_gmm,
@@ -162,6 +163,26 @@ def _blocked(x, w_in, w_out, routing, act, block, implementation):
   return jnp.einsum('tk,tkd->td', routing.weights.astype(out.dtype), out)
 
 
+def _per_device(function, x, w_in, w_out, routing):
+  """Each device's own tokens, where the ambient mesh has several devices.
+
+  Sorting tokens of all devices would gather them, and a kernel cannot be
+  partitioned by the compiler. Tokens stay on the axis 'data' if it divides
+  them; else every device computes all of them.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty or mesh.size == 1 or mesh.manual_axes:
+    return function(x, w_in, w_out, routing)
+  splits = 'data' in mesh.axis_names and x.shape[0] % mesh.shape['data'] == 0
+  tokens = P('data') if splits else P()
+  return jax.shard_map(
+    function,
+    in_specs=(tokens, P(), P(), tokens),
+    out_specs=tokens,
+    check_vma=False,
+  )(x, w_in, w_out, routing)
+
+
 def _check(x, w_in, w_out, routing, impl):
   chex.assert_rank([x, w_in, w_out], [2, 3, 3])
   num_experts, features, hidden = w_in.shape
@@ -232,5 +253,8 @@ def expert_mlp(
     out = _capacity(x, w_in, w_out, routing, act, capacity)
   else:
     path = impl if impl in ('pallas', 'interpret') else None
-    out = _blocked(x, w_in, w_out, routing, act, block, path)
+    out = _per_device(
+      lambda *local: _blocked(*local, act, block, path),
+      x, w_in, w_out, routing,
+    )  # fmt: skip
   return out.astype(x.dtype)

@@ -254,7 +254,7 @@ def expert_mlp(
   else:
     path = impl if impl in ('pallas', 'interpret') else None
     out = _per_device(
-      lambda *local: _blocked(*local, act, block, path),
+      lambda a, b, c, r: _blocked(a, b, c, r, act, block, path),
       x, w_in, w_out, routing,
     )  # fmt: skip
   return out.astype(x.dtype)

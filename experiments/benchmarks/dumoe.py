@@ -91,7 +91,9 @@ def ours(flags, name: str, batch) -> Callable[[], object]:
 def theirs(flags, batch) -> Callable[[], object]:
   """RecBole's SASRec and Adam; raises ImportError where it is missing."""
   import torch  # pyright: ignore[reportMissingImports]
-  from recbole.model.sequential_recommender.sasrec import SASRec
+  from recbole.model.sequential_recommender.sasrec import (  # pyright: ignore[reportMissingImports]
+    SASRec,
+  )
 
   torch.set_num_threads(flags.threads)
 

@@ -87,7 +87,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
   )
   config.report = ConfigDict(dict(bootstrap=1000, bags=4))
   if arg == 'tiny':
-    config.variants = ('uniform', 'tmevolve')
+    # The control is TMEvolve to the compiler; ABMIL costs it little.
+    config.variants = ('gated_abmil', 'tmevolve')
     config.concepts.variants = ()
     config.data.update(
       train_bags=24, validation_bags=12, test_bags=12, size=10, radius=2

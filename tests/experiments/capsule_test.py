@@ -28,6 +28,7 @@ def config_of(name, arg=None):
 @pytest.fixture
 def config():
   config = config_of('capsule', 'tiny')
+  config.models = ('uniform', 'tmevolve')
   config.data.update(thickness=(1,), noise=(0.1, 0.9))
   return config
 
@@ -100,6 +101,7 @@ def test_models_differ_in_what_their_names_say_and_in_nothing_else():
     differ = {f for f in fields if getattr(model, f) != getattr(ours, f)}
     assert differ == changes, name
   config = config_of('capsule', 'tiny')
+  config.models = ('uniform',)
   part = capsule.make(config).parts['uniform']
   batch = jax.tree.map(
     lambda x: x[0], part.data.load(0, slice(0, part.data.batch_size))
@@ -140,13 +142,15 @@ def test_an_unknown_model_is_named(config):
     capsule.make(config)
 
 
-def test_tiny_leaves_its_report(tmp_path):
+def test_a_small_run_leaves_its_report(tmp_path):
   config = config_of('capsule', 'tiny')
+  config.models = ('uniform', 'tmevolve')
   assert train.run(capsule.make, config, workdir=tmp_path) == 0
   out = tmp_path / 'report'
   with (out / 'table.csv').open() as file:
     rows = list(csv.DictReader(file))
   assert [row['model'] for row in rows] == ['uniform', 'tmevolve']
+  assert 'difference' in rows[1]
   for row in rows:
     assert 0 <= float(row['low']) <= float(row['mean']) + 1e-9
     assert len(row['each_seed'].split()) == 2

@@ -95,11 +95,12 @@ def test_bad_values_are_named_before_training(tmp_path):
     touching_blobs.make(config)
 
 
-def test_tiny_leaves_its_report(tmp_path):
+def test_a_small_run_leaves_its_report(tmp_path):
   path = tmp_path / 'nodes.csv'
   place = [f'{x},{y}' for x in range(14) for y in range(9) if (x, y) != (3, 3)]
   path.write_text('X,Y\n' + '\n'.join(place) + '\n')
   config = config_of('tiny')
+  config.variants = ('uniform', 'tmevolve')
   config.data.positions = str(path)
   config.concepts.variants = ('given',)
   workdir = tmp_path / 'run'

@@ -1,7 +1,7 @@
 """Iterations per second of mean-field solvers against peers, on one machine.
 
   python experiments/benchmarks/mean_field.py [--peers=PYTHON] \
-    [--mfglib=PYTHON] [--size=10]
+    [--mfglib=PYTHON] [--bench=PYTHON] [--size=10]
 
 The crowd of `mean_field.envs.crowd_2d`: size x size torus, reward -log mu, from
 two cells. Mirror descent and fictitious play in tmlib (compiled, exploitability
@@ -11,7 +11,12 @@ matrices, which is what a Python loop can do at best; against OpenSpiel where
 MFGLib where --mfglib is one with `pip install mfglib==0.3.0`. Their gaps after
 equal iterations are compared too: all do the same work. (OpenSpiel's mirror
 descent differs from the second iteration on: its policy reads a table that is
-rewritten during the sweep. bench-mfg-suite has stationary games only.)
+rewritten during the sweep.)
+
+bench-mfg-suite (--bench: `pip install bench-mfg-suite==0.1.3`) has stationary
+games only, so it meets tmlib on its Lasry-Lions chain: mirror descent with the
+exploitability of every iteration. It stops each population after 20 and 50
+steps from the last one; tmlib goes to rounding from the start.
 
 Seconds are CPU seconds of the process, all its threads added up, so that other
 work on the machine does not count.
@@ -21,6 +26,7 @@ work on the machine does not count.
 """
 
 import argparse
+import functools
 import json
 import platform
 import subprocess
@@ -89,6 +95,28 @@ for name, solver in (('online_mirror_descent', alg.OnlineMirrorDescent(0.1)),
   seconds = (time.process_time() - begin) / count
   found[name] = [seconds, exploitability_score(env, state.pi)]
 print(json.dumps(found))
+"""
+
+BENCH = """
+import json, sys, time
+import numpy as np
+from benchmfg.envs.lasry_lions_chain import lasry_lions_chain_jit as chain
+from benchmfg.envs.lasry_lions_chain.lasry_lions_chain import LasryLionsChain
+from benchmfg.envs.mfg_model_class_jit import EnvSpec
+from benchmfg.learner.jax.omd_jax import OMD_jax
+size, horizon, count = map(int, sys.argv[1:])
+env = LasryLionsChain(size, 3, 3, horizon, np.full(size, 1 / size),
+                      np.array([0.1, 0.8, 0.1]),
+                      crowd_penalty_coefficient=4.0, gamma=0.9)
+spec = EnvSpec(env, chain.transition_lasry_lions_chain,
+               chain.reward_lasry_lions_chain)
+start = np.full((size, 3), 1 / 3, np.float32)
+run = lambda n: OMD_jax(spec, start, 0.1, n, temperature=1.0).eval()
+run(2)
+begin = time.process_time()
+gaps = run(count)[-1]
+seconds = (time.process_time() - begin) / count
+print(json.dumps({'online_mirror_descent': [seconds, gaps[-1]]}))
 """
 
 
@@ -209,6 +237,34 @@ def compare(args: Any) -> None:
     print(json.dumps(row), flush=True)
 
 
+def chains(args: Any) -> None:
+  """Prints one JSON line per stationary chain, beside bench-mfg-suite."""
+  for size in (11, 101):
+    game = mean_field.envs.lasry_lions_chain(size, aversion=4.0, discount=0.9)
+    count = args.numpy_iterations
+    # Its horizon is a number of sweeps: .9^150 is below rounding.
+    seconds, gap = peer(args.bench, BENCH, size, 150, count)[
+      'online_mirror_descent'
+    ]
+    row: dict[str, Any] = {'chain': size, 'iterations': count}
+    for name, every in (('', 1), ('_gap_at_the_end_only', count)):
+      solve = functools.partial(
+        mean_field.online_mirror_descent, game, count, log_every=every
+      )
+      result = jax.block_until_ready(solve())
+      begin = time.process_time()
+      jax.block_until_ready(solve())
+      ours = (time.process_time() - begin) / count
+      row[f'iterations_per_second{name}'] = round(1 / ours)
+      row[f'ratio_to_bench_mfg_suite{name}'] = round(seconds / ours, 1)
+      row['gap'] = float(result.gap)
+    row |= {
+      'bench_mfg_suite_iterations_per_second': round(1 / seconds),
+      'bench_mfg_suite_gap': gap,
+    }
+    print(json.dumps(row), flush=True)
+
+
 def scaling(args: Any) -> None:
   """Prints one JSON line per size: seconds and bytes per iteration."""
   for size, horizon in ((10, 10), (30, 30), (100, 50), (200, 100)):
@@ -271,6 +327,7 @@ def main() -> None:
   parser.add_argument('--numpy_iterations', type=int, default=200)
   parser.add_argument('--peers', default='')
   parser.add_argument('--mfglib', default='')
+  parser.add_argument('--bench', default='')
   parser.add_argument('--games', type=int, default=1000)
   parser.add_argument('--scaling', action='store_true')
   parser.add_argument('--batch', action='store_true')
@@ -281,6 +338,8 @@ def main() -> None:
     batch(args)
   else:
     compare(args)
+    if args.bench:
+      chains(args)
 
 
 if __name__ == '__main__':

@@ -46,8 +46,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
   )
   config.deep = ConfigDict(
     dict(
-      steps=60, temperature=5.0, fits=100, batch_size=512, width=64,
-      learning_rate=2e-3,
+      steps=60, temperature=5.0, fits=300, batch_size=512, width=64,
+      learning_rate=2e-3, target_rate=0.02,
     )
   )  # fmt: skip
   config.players = ConfigDict(dict(draws=20, log2_low=6, log2_high=14))

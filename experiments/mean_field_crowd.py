@@ -70,6 +70,7 @@ def make(config) -> train.Experiment:
   munchausen = mean_field.munchausen_method(
     crowd, temperature=d.temperature, fits=d.fits, batch_size=d.batch_size,
     hidden=(d.width, d.width), learning_rate=d.learning_rate,
+    target_rate=d.target_rate,
   )  # fmt: skip
   parts = solvers('crowd', crowd, config.train.steps)
   parts['crowd_munchausen'] = part(crowd, munchausen, d.steps)

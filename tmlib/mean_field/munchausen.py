@@ -7,8 +7,10 @@ With temperature tau and the last policy pi_k = softmax(Q_k / tau), fit
 
 then Q_{k+1} = tau log pi_k + Q^{pi_k}, and pi_{k+1} is proportional to pi_k
 exp(Q^{pi_k} / tau): mirror descent with step 1 / tau. One update is one such
-iteration: the flow mu_k of the current network, then `fits` steps of Adam on
-sampled transitions, with a slow copy of the network as target.
+iteration: the flow mu_k of the current policy, then `fits` steps of Adam on
+sampled transitions, with a slow copy of the network as target. The next policy
+is that of the slow copy too: it averages out the noise of Adam's steps, which
+would else be what is left of the exploitability.
 
 A sample is a time, uniform; a state, from the flow mixed with a little of the
 uniform law; an action, uniform over legal ones; a successor. Finite horizons.
@@ -18,7 +20,8 @@ Axes: H time steps, S states, A actions, B samples.
 References:
   Lauriere et al. Scalable deep reinforcement learning algorithms for mean field
   games, 2022. Evaluating pi_k in the target and the law of the samples are our
-  choice; the former makes the exact fit equal to mirror descent.
+  choice, as is reading the policy off the slow copy; the first makes the exact
+  fit equal to mirror descent.
 """
 
 from collections.abc import Sequence
@@ -56,19 +59,25 @@ class MunchausenState(NamedTuple):
   policy: jax.Array
 
 
-def _sample(key, game, flow, reward, batch_size, explore):
-  """Transitions (t, s, a, r, s'), [B] each."""
-  time_key, state_key, action_key, next_key = jax.random.split(key, 4)
-  horizon, states = flow.shape
-  t = jax.random.randint(time_key, (batch_size,), 0, horizon)
-  law = (1 - explore) * flow + explore / states
-  s = jax.random.categorical(state_key, jnp.log(law)[t])
+def _sample(key, game, law, tables, batch_size):
+  """Transitions (t, s, a, r, s'), [B] each, from states by law [H, S]."""
+  where_key, action_key, next_key = jax.random.split(key, 3)
+  reward, prob = tables
+  # By inverse distribution functions: Gumbel noise costs [B, S] numbers.
+  t, s = jnp.divmod(_draw(where_key, law.ravel(), batch_size), law.shape[1])
   legal = operators.uniform_policy(game)[0]
   a = jax.random.categorical(action_key, jnp.log(legal)[s])
-  _, prob = operators.tables_over_time(game, flow)
   e = jax.random.categorical(next_key, jnp.log(prob[t, s, a]))
   return {'t': t, 's': s, 'a': a, 'reward': reward[t, s, a],
           'next': jnp.asarray(game.idx)[s, a, e]}  # fmt: skip
+
+
+def _draw(key: jax.Array, law: jax.Array, count: int) -> jax.Array:
+  """Indices [count] by a law [n] that need not sum to one."""
+  cumulative = jnp.cumsum(law)
+  at = jax.random.uniform(key, (count,), law.dtype) * cumulative[-1]
+  found = jnp.searchsorted(cumulative, at, side='right')
+  return jnp.minimum(found, law.size - 1)
 
 
 def munchausen_method(
@@ -167,9 +176,9 @@ def _method(
       key, jnp.int32(0), state, target, policy_of(state.params)
     )
 
-  def fit(carry, key, flow, reward, pi):
+  def fit(carry, key, law, tables, pi):
     state, target = carry
-    batch = _sample(key, game, flow, reward, batch_size, explore)
+    batch = _sample(key, game, law, tables, batch_size)
     bonus = tau * operators.log_policy(pi)
     t, s, a = batch['t'], batch['s'], batch['a']
     later = jnp.minimum(t + 1, game.horizon - 1)
@@ -192,14 +201,15 @@ def _method(
   ) -> tuple[MunchausenState, Metrics]:
     del batch
     flow = operators.flow(game, state.policy)
-    reward, _ = operators.tables_over_time(game, flow)
+    tables = operators.tables_over_time(game, flow)
+    law = (1 - explore) * flow + explore / game.num_states
     keys = jax.random.split(jax.random.fold_in(state.key, state.step), fits)
     (learned, target), losses = jax.lax.scan(
-      lambda carry, key: fit(carry, key, flow, reward, state.policy),
+      lambda carry, key: fit(carry, key, law, tables, state.policy),
       (state.learner, state.target),
       keys,
     )
-    pi = policy_of(learned.params)
+    pi = policy_of(target)
     metrics = {'exploitability': operators.gap(game, pi), 'loss': losses[-1]}
     return (
       MunchausenState(state.key, state.step + 1, learned, target, pi), metrics,

@@ -308,3 +308,10 @@ def test_bad_policies_and_precision():
   masked = mf.envs.crowd_1d(4, 3, torus=False)
   with pytest.raises(ValueError, match='illegal'):
     mf.push(masked, np.full(masked.policy_shape, 1 / 3))
+
+
+def test_random_games_of_one_size_share_a_program():
+  widths = {mf.envs.garnet(s, 20, 3, 2, 10).inflow.shape for s in range(50)}
+  assert len(widths) <= 3
+  torus = mf.envs.crowd_2d(5, 6, np.full((5, 5), 1 / 25))
+  assert torus.inflow.shape == (25, 25)  # no padding where none is needed

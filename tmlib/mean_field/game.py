@@ -56,12 +56,14 @@ def _partial(function: Any) -> Any:
 def _inflow(idx: np.ndarray) -> np.ndarray | None:
   """[S, D] positions of idx's flat entries that lead to each state.
 
-  Padding holds S A E. None where some state has far more ways in than the
+  Padding holds S A E; D is a half multiple of A E. None where some state has far more ways in than the
   average: the list would be mostly padding.
   """
   states, size = idx.shape[0], idx.size
   count = np.bincount(idx.ravel(), minlength=states)
-  width = int(count.max())
+  # In halves of the average, so that random games of one size share programs.
+  halves = -(-2 * states * int(count.max()) // size)
+  width = -(-halves * size // (2 * states))
   if states * width > _PADDING * size:
     return None
   order = np.argsort(idx.ravel(), kind='stable')

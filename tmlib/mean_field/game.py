@@ -56,8 +56,8 @@ def _partial(function: Any) -> Any:
 def _inflow(idx: np.ndarray) -> np.ndarray | None:
   """[S, D] positions of idx's flat entries that lead to each state.
 
-  Padding holds S A E; D is a half multiple of A E. None where some state has far more ways in than the
-  average: the list would be mostly padding.
+  Padding holds S A E; D is a half multiple of A E. None where some state has
+  far more ways in than the average: the list would be mostly padding.
   """
   states, size = idx.shape[0], idx.size
   count = np.bincount(idx.ravel(), minlength=states)

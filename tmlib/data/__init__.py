@@ -15,6 +15,7 @@ from tmlib.data.packing import (
   unpack_instances,
   unpack_values,
 )
+from tmlib.data.slides import read_h5, read_pt
 from tmlib.data.validate import make_bag, select_nonempty, validate_bag
 
 __all__ = [
@@ -29,7 +30,9 @@ __all__ = [
   'pack_bags',
   'pack_values',
   'pad_bag',
+  'read_h5',
   'read_mil_csv',
+  'read_pt',
   'select_nonempty',
   'standardize',
   'stratified_folds',

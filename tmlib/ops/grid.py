@@ -13,6 +13,7 @@ __all__ = [
   'fit_grid',
   'grid_index',
   'grid_pairs',
+  'infer_pitch',
   'morton_order',
   'radius_pairs',
   'row_major_order',
@@ -56,8 +57,15 @@ def check_coords(
   return coords
 
 
-def _infer_pitch(coords: np.ndarray) -> float:
-  """The most common positive step to the next patch of a row or column."""
+def infer_pitch(coords: np.ndarray) -> float:
+  """The most common positive step to the next patch of a row or column.
+
+  Args:
+    coords: [N, 2], finite.
+
+  Returns:
+    The pitch, in the unit of the coordinates; 1 where no two patches differ.
+  """
   steps = []
   for axis in (0, 1):
     line = coords[np.lexsort((coords[:, axis], coords[:, 1 - axis]))]
@@ -95,7 +103,7 @@ def fit_grid(
   """
   if not len(coords):
     return np.zeros((0, 2), np.int32), np.zeros(0)
-  step = np.asarray(_infer_pitch(coords) if pitch is None else pitch, float)
+  step = np.asarray(infer_pitch(coords) if pitch is None else pitch, float)
   if step.shape not in ((), (2,)) or not (np.isfinite(step) & (step > 0)).all():
     raise ValueError(
       f'pitch={pitch!r} must be a positive number, or one per axis'

@@ -75,7 +75,11 @@ def make_model(config, name: str, num_classes: int, **options) -> nn.Module:
   hidden = config.tmevolve.hidden
   # Width and scorer as in TMEvolve; few weights need no dropout.
   return create_model(
-    name, num_classes, hidden=hidden, attention=hidden, dropout=0.0
+    name,
+    num_classes=num_classes,
+    hidden=hidden,
+    attention=hidden,
+    dropout=0.0,
   )
 
 

@@ -26,10 +26,10 @@ from tmlib.mil import (
   classification_method,
   create_model,
   cross_validation_runs,
+  model_options,
   tag_runs,
 )
 from tmlib.ops.packing import plan_packing
-from tmlib.reaction_diffusion import TMEvolve
 
 __all__ = ['Folds', 'load_set', 'make', 'make_folds', 'make_model']
 
@@ -86,11 +86,10 @@ def make_folds(config, bagset: BagSet) -> Folds:
 
 def make_model(config, name: str, num_classes: int) -> nn.Module:
   """A model by name, at the width that all models share."""
-  if name != 'tmevolve':
-    return create_model(name, num_classes, **config.model)
-  options = config.tmevolve.to_dict()
-  options.pop('balance')
-  return TMEvolve(num_classes, **config.model, **options)
+  known = model_options(name)
+  shared = {k: v for k, v in config.model.items() if k in known}
+  own = {k: v for k, v in config.get(name, {}).items() if k != 'balance'}
+  return create_model(name, num_classes=num_classes, **(shared | own))
 
 
 def make(config) -> train.Experiment:
@@ -119,11 +118,16 @@ def _check_names(config) -> None:
       f'data.sets has several files named {again[0]!r}; rename them, for their '
       'results would share a folder'
     )
-  known = {'tmevolve', *MODELS}
+  known = set(MODELS)
   for name in config.models:
     if name not in known:
       raise ValueError(
         f'models has {name!r}; known: {", ".join(sorted(known))}'
+      )
+    if MODELS[name].needs_text:
+      raise ValueError(
+        f'models has {name!r}, which needs text embeddings; these bags come '
+        'without a text encoder: leave it out'
       )
 
 
@@ -139,13 +143,14 @@ def _part(config, bagset: BagSet, name: str) -> train.Experiment:
     config.optimizer, config.train.steps
   )
   num_classes = len(bagset.classes)
+  aux_weights = dict(MODELS[name].aux_weights)
+  if name == 'tmevolve':
+    aux_weights['region_balance'] = config.tmevolve.balance
   build = classification_method(
     make_model(config, name, num_classes),
     optimizer,
     num_classes=num_classes,
-    aux_weights=(
-      {'region_balance': config.tmevolve.balance} if name == 'tmevolve' else {}
-    ),
+    aux_weights=aux_weights,
     schedule=schedule,
     statistics=folds.statistics,
     microbatches=config.train.microbatches,

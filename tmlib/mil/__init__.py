@@ -32,14 +32,21 @@ from tmlib.mil.metrics import (
   pool_out_of_fold,
   roc_curve,
 )
-from tmlib.mil.models import ABMIL, MODELS, PoolMIL, create_model
-from tmlib.mil.output import MILOutput
+from tmlib.mil.models import ABMIL, PoolMIL
+from tmlib.mil.output import MILOutput, auxiliary_losses
 from tmlib.mil.pooling import (
   attention_pool,
   max_pool,
   mean_pool,
   weighted_pool,
 )
+from tmlib.mil.registry import MODELS, ModelSpec, create_model, model_options
+from tmlib.mil.soft_pooling import (
+  log_sum_exp_pool,
+  noisy_or_pool,
+  top_k_pool,
+)
+from tmlib.mil.torch_checkpoints import TorchModel, from_torch
 
 __all__ = [
   'ABMIL',
@@ -47,9 +54,12 @@ __all__ = [
   'AttentionScores',
   'Bag',
   'MILOutput',
+  'ModelSpec',
   'PoolMIL',
+  'TorchModel',
   'attention_pool',
   'auroc',
+  'auxiliary_losses',
   'average_precision',
   'bag_dropout',
   'balanced_accuracy',
@@ -62,11 +72,15 @@ __all__ = [
   'confusion_matrix',
   'create_model',
   'cross_validation_runs',
+  'from_torch',
   'log_loss',
+  'log_sum_exp_pool',
   'macro_f1',
   'make_bag',
   'max_pool',
   'mean_pool',
+  'model_options',
+  'noisy_or_pool',
   'over_repeats',
   'pad_bag',
   'pool_out_of_fold',
@@ -77,6 +91,7 @@ __all__ = [
   'select_nonempty',
   'subsample_bag',
   'tag_runs',
+  'top_k_pool',
   'validate_bag',
   'weighted_pool',
 ]

@@ -1,11 +1,14 @@
 r"""Attention scorers: e_i = w^T tanh(V h_i), plain or gated.
 
-Axes: ... leading axes (bags and instances), D features, A attention units.
+Axes: ... leading axes (bags and instances), D features, A attention units,
+C branches.
 """
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+
+from tmlib.mil.dropout import bag_dropout
 
 __all__ = ['AttentionScores']
 
@@ -22,6 +25,8 @@ class AttentionScores(nn.Module):
     hidden: A.
     gated: multiply by the sigmoid gate.
     dtype: computation dtype of the layers.
+    branches: C scores of each instance; 0 for one, without an axis.
+    dropout: rate on the units of either factor, in [0, 1).
 
   References:
     Ilse, Tomczak, Welling. Attention-based deep multiple instance learning,
@@ -31,15 +36,29 @@ class AttentionScores(nn.Module):
   hidden: int = 128
   gated: bool = True
   dtype: jnp.dtype | None = None
+  branches: int = 0
+  dropout: float = 0.0
 
   @nn.compact
-  def __call__(self, features: jax.Array) -> jax.Array:
-    """Maps features [..., D] to scores [...], float32 or wider."""
+  def __call__(
+    self, features: jax.Array, keys: jax.Array | None = None
+  ) -> jax.Array:
+    """Maps features [..., D] to scores [...] or [..., C], float32 or wider.
+
+    Args:
+      features: [..., D]; [B, ..., D] with `keys`.
+      keys: [B], of the rows, or None for no dropout.
+    """
+    drop = lambda x, layer: bag_dropout(x, self.dropout, keys, layer)
     units = jnp.tanh(
       nn.Dense(self.hidden, dtype=self.dtype, name='v')(features)
     )
+    units = drop(units, 1)
     if self.gated:
       gate = nn.Dense(self.hidden, dtype=self.dtype, name='u')(features)
-      units *= nn.sigmoid(gate)
-    scores = nn.Dense(1, use_bias=False, dtype=self.dtype, name='w')(units)
-    return scores[..., 0].astype(jnp.promote_types(scores.dtype, jnp.float32))
+      units *= drop(nn.sigmoid(gate), 2)
+    scores = nn.Dense(
+      self.branches or 1, use_bias=False, dtype=self.dtype, name='w'
+    )(units)
+    scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+    return scores if self.branches else scores[..., 0]

@@ -15,7 +15,7 @@ import optax
 from flax import linen as nn
 
 from tmlib.mil.bag import Bag
-from tmlib.mil.output import MILOutput
+from tmlib.mil.output import MILOutput, auxiliary_losses
 from tmlib.train.method import Build
 from tmlib.train.update import gradient_method
 
@@ -167,21 +167,23 @@ class _Objective(NamedTuple):
 
   def sums(self, output: MILOutput, batch: dict[str, Any]):
     """((loss sum, weight), {metric: (sum, weight)}) over the real bags."""
-    missing = sorted(set(self.aux_weights) - set(output.aux))
-    if missing:
-      raise ValueError(
-        f'aux_weights names {missing}, but the model reports '
-        f'{sorted(output.aux) or "no auxiliary loss"}'
-      )
     chex.assert_axis_dimension(output.logits, -1, self.num_classes)
     label, weight = batch['label'], batch['weight']
     logits = output.logits.astype(jnp.float32)
-    entropy, class_weight = classification_loss(
+    loss = lambda logits: classification_loss(
       logits,
       label,
       class_weights=self.class_weights,
       label_smoothing=self.label_smoothing,
     )
+    entropy, class_weight = loss(logits)
+    aux = auxiliary_losses(output, lambda logits: loss(logits)[0], label)
+    missing = sorted(set(self.aux_weights) - set(aux))
+    if missing:
+      raise ValueError(
+        f'aux_weights names {missing}, but the model reports '
+        f'{sorted(aux) or "no auxiliary loss"}'
+      )
 
     def reduced(values, weight):
       # where, not multiply: whatever an empty slot holds must not matter.
@@ -190,13 +192,13 @@ class _Objective(NamedTuple):
 
     total = entropy
     for name, scale in self.aux_weights.items():
-      total = total + scale * output.aux[name]
+      total = total + scale * aux[name]
     correct = (jnp.argmax(logits, -1) == label).astype(jnp.float32)
     metrics = {
       'cross_entropy': reduced(entropy, class_weight * weight),
       'accuracy': reduced(correct, weight),
     }
-    for name, value in output.aux.items():
+    for name, value in aux.items():
       metrics[f'aux/{name}'] = reduced(value, weight)
     return reduced(total, class_weight * weight), metrics
 

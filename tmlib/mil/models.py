@@ -6,20 +6,21 @@ Axes: B rows, S bags packed into a row, N instances, P input features, D hidden
 features, C classes.
 """
 
-import difflib
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from tmlib.data.bag import check_bag
+from tmlib.mil import pooling, soft_pooling
 from tmlib.mil.attention import AttentionScores
 from tmlib.mil.bag import Bag
-from tmlib.mil.dropout import bag_dropout
+from tmlib.mil.embedding import embed, row_keys, wide
 from tmlib.mil.output import MILOutput
-from tmlib.mil.pooling import attention_pool, max_pool, mean_pool
 
-__all__ = ['ABMIL', 'MODELS', 'PoolMIL', 'create_model']
+__all__ = ['ABMIL', 'PoolMIL']
+
+_POOLS = ('mean', 'max', 'log_sum_exp', 'noisy_or', 'top_k')
 
 
 class ABMIL(nn.Module):
@@ -30,6 +31,7 @@ class ABMIL(nn.Module):
 
   Attributes:
     num_classes: C.
+    in_dim: P, or None for any.
     hidden: D.
     attention: units of the attention scorer.
     gated: gated scores.
@@ -43,6 +45,7 @@ class ABMIL(nn.Module):
   """
 
   num_classes: int
+  in_dim: int | None = None
   hidden: int = 128
   attention: int = 64
   gated: bool = True
@@ -64,11 +67,12 @@ class ABMIL(nn.Module):
     Returns:
       MILOutput.
     """
-    hidden = _embed(self, bag, train, dropout_keys)
+    keys = row_keys(self, bag, train, dropout_keys)
+    hidden = embed(self, bag, keys)
     scores = AttentionScores(
       self.attention, self.gated, self.dtype, name='attention'
     )(hidden)
-    pooled, attention = attention_pool(
+    pooled, attention = pooling.attention_pool(
       hidden.astype(scores.dtype),
       scores,
       bag.mask,
@@ -80,19 +84,32 @@ class ABMIL(nn.Module):
 
 
 class PoolMIL(nn.Module):
-  """Mean or maximum of embedded instances: the baseline without attention.
+  r"""Pooled instances, the baselines without attention.
+
+  Embedding space: logits = W_c pool(h) + b_c. Instance space: each instance is
+  scored first, logits = pool(W_c h + b_c). With noisy-or the embedding is
+  z = 1 - prod_i (1 - sigmoid(h_i)), and an instance-space logit the log-odds of
+  the same in class c, zero for an empty bag.
 
   Attributes:
     num_classes: C.
+    in_dim: P, or None for any.
     hidden: D.
-    pool: 'mean' or 'max'.
+    pool: 'mean', 'max', 'log_sum_exp', 'noisy_or' or 'top_k'.
+    space: 'embedding' or 'instance'.
+    sharpness: r of 'log_sum_exp', > 0.
+    k: instances of 'top_k', >= 1.
     dropout: rate after the embedding, in [0, 1).
     dtype: computation dtype of the embedding.
   """
 
   num_classes: int
+  in_dim: int | None = None
   hidden: int = 128
   pool: str = 'mean'
+  space: str = 'embedding'
+  sharpness: float = 1.0
+  k: int = 8
   dropout: float = 0.25
   dtype: jnp.dtype | None = None
 
@@ -101,64 +118,41 @@ class PoolMIL(nn.Module):
     self, bag: Bag, train: bool = False, dropout_keys: jax.Array | None = None
   ) -> MILOutput:
     """Maps a batch of bags to a MILOutput; see `ABMIL.__call__`."""
-    if self.pool not in ('mean', 'max'):
-      raise ValueError(f"pool must be 'mean' or 'max', got {self.pool!r}")
-    hidden = _embed(self, bag, train, dropout_keys)
-    hidden = hidden.astype(jnp.promote_types(hidden.dtype, jnp.float32))
-    pool = mean_pool if self.pool == 'mean' else max_pool
-    pooled, share = pool(hidden, bag.mask, bag.segment_ids, bag.num_segments)
-    logits = nn.Dense(self.num_classes, name='head')(pooled)
-    return MILOutput(logits, share, pooled)
-
-
-# Name -> constructor taking num_classes, for configs that hold only names.
-MODELS = {
-  'abmil': lambda num_classes, **kw: ABMIL(num_classes, gated=False, **kw),
-  'gated_abmil': lambda num_classes, **kw: ABMIL(num_classes, **kw),
-  'mean_pool': lambda num_classes, **kw: PoolMIL(num_classes, **kw),
-  'max_pool': lambda num_classes, **kw: PoolMIL(num_classes, pool='max', **kw),
-}
-
-
-def create_model(name: str, num_classes: int, **options) -> nn.Module:
-  """Builds a bag model by name.
-
-  Args:
-    name: a key of `MODELS`.
-    num_classes: C, >= 2.
-    **options: attributes of the model, for example hidden=64.
-
-  Returns:
-    A Linen module: apply({'params': p}, bag, train=..., dropout_keys=...).
-
-  Raises:
-    ValueError: an unknown name, or fewer than two classes.
-  """
-  if name not in MODELS:
-    close = difflib.get_close_matches(name, MODELS, 1)
-    guess = f'; did you mean {close[0]!r}?' if close else ''
-    raise ValueError(
-      f'unknown model {name!r}{guess} Known: {", ".join(sorted(MODELS))}'
+    pool = self._pool()
+    if self.space not in ('embedding', 'instance'):
+      raise ValueError(
+        f"space must be 'embedding' or 'instance', got {self.space!r}"
+      )
+    keys = row_keys(self, bag, train, dropout_keys)
+    hidden = wide(embed(self, bag, keys))
+    packing = (bag.mask, bag.segment_ids, bag.num_segments)
+    head = nn.Dense(self.num_classes, name='head')
+    if self.space == 'embedding':
+      pooled, share = pool(hidden, *packing)
+      if self.pool == 'noisy_or':
+        pooled = -jnp.expm1(-pooled)
+      return MILOutput(head(pooled), share, pooled)
+    logits, share = pool(head(hidden), *packing)
+    if self.pool == 'noisy_or':
+      some = logits > 0
+      odds = logits + jnp.log(-jnp.expm1(-jnp.where(some, logits, 1)))
+      logits = jnp.where(some, odds, 0)
+    return MILOutput(
+      logits, share, pooling.weighted_pool(hidden, share, *packing)
     )
-  if num_classes < 2:
-    raise ValueError(f'num_classes must be >= 2, got {num_classes}')
-  return MODELS[name](num_classes, **options)
 
-
-def _embed(module, bag, train, dropout_keys):
-  """H = dropout(relu(W x + b)), [B, N, D]; called inside a compact module."""
-  check_bag(bag, ndims=(3,))
-  keys = _dropout_keys(module, bag, train, dropout_keys)
-  # Padding may hold NaN, which would reach the kernel's gradient as 0 * NaN.
-  features = jnp.where(bag.mask[..., None], bag.features, 0)
-  dense = nn.Dense(module.hidden, dtype=module.dtype, name='embed')
-  return bag_dropout(nn.relu(dense(features)), module.dropout, keys)
-
-
-def _dropout_keys(module, bag, train, dropout_keys):
-  """Keys of the rows [B], or None where nothing is dropped."""
-  if not train or module.dropout == 0:
-    return None
-  if dropout_keys is not None:
-    return dropout_keys
-  return jax.random.split(module.make_rng('dropout'), bag.mask.shape[0])
+  def _pool(self):
+    """The pooling function, its options bound."""
+    if self.pool not in _POOLS:
+      raise ValueError(
+        f'pool must be one of {", ".join(_POOLS)}, got {self.pool!r}'
+      )
+    return {
+      'mean': pooling.mean_pool,
+      'max': pooling.max_pool,
+      'log_sum_exp': partial(
+        soft_pooling.log_sum_exp_pool, sharpness=self.sharpness
+      ),
+      'noisy_or': soft_pooling.noisy_or_pool,
+      'top_k': partial(soft_pooling.top_k_pool, k=self.k),
+    }[self.pool]

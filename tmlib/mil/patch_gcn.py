@@ -1,0 +1,151 @@
+r"""Patch-GCN: graph convolutions on the patch graph, then gated attention.
+
+Axes: B rows, S bags of a row, N patches, K slots of the neighbour table, D
+hidden features, C outputs, L convolutions.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from kernels_pallas.graph import PatchGraph, ell_spmm
+from tmlib.mil.attention import AttentionScores
+from tmlib.mil.bag import Bag
+from tmlib.mil.dropout import bag_dropout
+from tmlib.mil.embedding import embed, row_keys, wide
+from tmlib.mil.output import MILOutput
+from tmlib.mil.pooling import attention_pool
+
+__all__ = ['GENConv', 'PatchGCN', 'softmax_aggregate']
+
+# Messages exp(-_SPAN) below the largest of their row count alike: the softmax
+# never divides zero by zero.
+_SPAN = 80.0
+
+
+def softmax_aggregate(
+  graph: PatchGraph, messages: jax.Array, temperature: jax.Array
+) -> jax.Array:
+  r"""Softmax mean over neighbours, per feature.
+
+  y_id = sum_j exp(t m_jd) m_jd / sum_j exp(t m_jd), j over the neighbours of
+  i; zero for a node without any. Both sums share one pass over the table, and
+  no array [N, K, D] is made. Exponents are taken relative to the largest of
+  the row; where t m lies more than 80 below it, neighbours weigh alike.
+
+  Args:
+    graph: leaves [B, N, K].
+    messages: [B, N, D], float32; finite.
+    temperature: [], t.
+
+  Returns:
+    [B, N, D].
+
+  References:
+    Li, Xiong, Thabet, Ghanem. DeeperGCN: All you need to train deeper GCNs,
+    2020.
+  """
+  scaled = temperature * messages
+  peak = jax.lax.stop_gradient(jnp.max(scaled, 1, keepdims=True))
+  weight = jnp.exp(jnp.maximum(scaled - peak, -_SPAN))
+  both = jnp.concatenate([weight * messages, weight], -1)
+  ones = jnp.ones(graph.nbr.shape, messages.dtype)
+  above, below = jnp.split(ell_spmm(graph, ones, both), 2, -1)
+  some = below > 0
+  return jnp.where(some, above / jnp.where(some, below, 1), 0)
+
+
+class GENConv(nn.Module):
+  r"""x_i <- MLP(x_i + softmax mean of relu(x_j) + 1e-7), j near i.
+
+  The MLP is linear (2 D), layer norm, relu, linear (D).
+
+  Attributes:
+    features: D.
+    dtype: computation dtype of the MLP.
+  """
+
+  features: int
+  dtype: jnp.dtype | None = None
+
+  @nn.compact
+  def __call__(self, x: jax.Array, graph: PatchGraph) -> jax.Array:
+    """[B, N, D] and a graph with leaves [B, N, K] to [B, N, D]."""
+    t = self.param('temperature', nn.initializers.ones, ())
+    near = softmax_aggregate(graph, nn.relu(x) + 1e-7, t)
+    h = nn.Dense(2 * self.features, dtype=self.dtype, name='in')(x + near)
+    h = nn.LayerNorm(epsilon=1e-5, name='norm')(wide(h))
+    h = nn.Dense(self.features, dtype=self.dtype, name='out')(nn.relu(h))
+    return wide(h)
+
+
+class PatchGCN(nn.Module):
+  r"""Context-aware pooling of a patch graph.
+
+  x_0 = relu(W x); x_1 = GENConv(x_0); x_l = x_{l-1} + relu(LN(GENConv(x_{l-1}
+  ))); h = relu(W_h [x_0 | ... | x_L]); gated attention over h; relu; head.
+
+  Attributes:
+    num_classes: C.
+    in_dim: P, or None for any.
+    hidden: D.
+    layers: L >= 1.
+    dropout: rate after embedding, mixing and pooling, in [0, 1).
+    layer_dropout: rate after each residual layer, in [0, 1).
+    dtype: computation dtype of the dense layers.
+
+  References:
+    Chen, Lu, Shaban et al. Whole slide images are 2D point clouds:
+    context-aware survival prediction using patch-based graph convolutional
+    networks, 2021.
+  """
+
+  num_classes: int
+  in_dim: int | None = None
+  hidden: int = 128
+  layers: int = 3
+  dropout: float = 0.25
+  layer_dropout: float = 0.1
+  dtype: jnp.dtype | None = None
+
+  @nn.compact
+  def __call__(
+    self, bag: Bag, train: bool = False, dropout_keys: jax.Array | None = None
+  ) -> MILOutput:
+    """Maps a batch of bags to a MILOutput; see `ABMIL.__call__`.
+
+    Raises:
+      ValueError: bags without a graph.
+    """
+    keys = row_keys(self, bag, train, dropout_keys)
+    x = wide(embed(self, bag, keys))
+    if bag.graph is None:
+      raise ValueError(
+        'PatchGCN needs a patch graph but bag.graph is None; build one with '
+        'tmlib.ops.graph (ell_from_grid, knn_graph)'
+      )
+    # Dropout keys of padded rows may be anything; their features are zero.
+    real = bag.mask[..., None]
+    parts = [x]
+    for layer in range(self.layers):
+      h = GENConv(self.hidden, self.dtype, name=f'conv_{layer}')(x, bag.graph)
+      if layer:
+        h = nn.relu(nn.LayerNorm(epsilon=1e-5, name=f'norm_{layer}')(h))
+        h = bag_dropout(x + h, self.layer_dropout, keys, layer)
+      x = jnp.where(real, h, 0)
+      parts.append(x)
+    h = jnp.concatenate(parts, -1)
+    width = h.shape[-1]
+    dense = lambda name: nn.Dense(width, dtype=self.dtype, name=name)
+    h = bag_dropout(nn.relu(dense('mix')(h)), self.dropout, keys, 100)
+    h = wide(h)
+    scores = AttentionScores(
+      width, dtype=self.dtype, dropout=self.dropout, name='attention'
+    )(h, keys)
+    pooled, attention = attention_pool(
+      h, scores, bag.mask, bag.segment_ids, bag.num_segments
+    )
+    slide = nn.relu(dense('slide')(pooled))
+    slide = wide(bag_dropout(slide, self.dropout, keys, 101))
+    logits = nn.Dense(self.num_classes, name='head')(slide)
+    return MILOutput(logits, attention, slide)

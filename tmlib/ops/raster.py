@@ -1,0 +1,90 @@
+r"""Depthwise convolutions of patches that lie on a raster.
+
+Axes: N patches (padded), E features, W taps in each direction (odd).
+
+Each function sees one slide; use `jax.vmap` for several.
+"""
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ['depthwise_on_grid', 'depthwise_on_square']
+
+
+def depthwise_on_square(
+  patches: jax.Array, side: jax.Array, kernel: jax.Array
+) -> jax.Array:
+  """Patches 0 .. s^2 - 1 row by row on a square; zeros around it.
+
+  y_p = sum_{u, v} k_uv * x at (row + u - W // 2, column + v - W // 2).
+
+  Args:
+    patches: [M^2, E], M the largest side.
+    side: [], int32, s in [0, M].
+    kernel: [W, W, E].
+
+  Returns:
+    [M^2, E]; what stands beyond s^2 means nothing.
+  """
+  size, features = patches.shape
+  largest = round(size**0.5)
+  row, column = jnp.divmod(jnp.arange(size), largest)
+  inside = (row < side) & (column < side)
+  raster = patches[jnp.clip(row * side + column, 0, max(size - 1, 0))]
+  raster = jnp.where(inside[:, None], raster, 0)
+  raster = _depthwise(raster.reshape(largest, largest, features), kernel)
+  row, column = jnp.divmod(jnp.arange(size), jnp.maximum(side, 1))
+  place = jnp.clip(row * largest + column, 0, max(size - 1, 0))
+  return raster.reshape(size, features)[place]
+
+
+def depthwise_on_grid(
+  patches: jax.Array, coords: jax.Array, count: jax.Array, kernel: jax.Array
+) -> jax.Array:
+  """The same over the true neighbours of each patch; zeros where none is.
+
+  Of several patches at one position the first is their neighbours' one.
+
+  Args:
+    patches: [N, E], zero beyond `count`.
+    coords: [N, 2], int32, row and column; spans below 2^15.
+    count: [], int32.
+    kernel: [W, W, E].
+
+  Returns:
+    [N, E]; what stands beyond `count` means nothing.
+  """
+  n, reach = patches.shape[0], kernel.shape[0] // 2
+  real = jnp.arange(n) < count
+  low = jnp.min(jnp.where(real[:, None], coords, 2**30), 0, keepdims=True)
+  ij = jnp.where(real[:, None], coords - low, 0) + reach
+  width = jnp.max(ij[:, 1]) + reach + 1
+  key = jnp.where(real, ij[:, 0] * width + ij[:, 1], 2**31 - 1)
+  order = jnp.argsort(key, stable=True)
+  ordered = key[order]
+
+  def add(total, tap):
+    u, v, weight = tap
+    wanted = key + (u - reach) * width + (v - reach)
+    place = jnp.clip(jnp.searchsorted(ordered, wanted), 0, n - 1)
+    found = (ordered[place] == wanted) & real
+    return total + jnp.where(
+      found[:, None], patches[order[place]] * weight[None], 0
+    ), None
+
+  size = kernel.shape[0]
+  u, v = jnp.divmod(jnp.arange(size * size), size)
+  taps = (u, v, kernel.reshape(size * size, -1))
+  return jax.lax.scan(add, jnp.zeros_like(patches), taps)[0]
+
+
+def _depthwise(raster: jax.Array, kernel: jax.Array) -> jax.Array:
+  """[I, J, E] with [W, W, E], zeros outside."""
+  rows, columns, _ = raster.shape
+  reach = kernel.shape[0] // 2
+  padded = jnp.pad(raster, ((reach, reach), (reach, reach), (0, 0)))
+  return sum(
+    padded[u : u + rows, v : v + columns] * kernel[u, v][None, None]
+    for u in range(kernel.shape[0])
+    for v in range(kernel.shape[1])
+  )

@@ -43,21 +43,23 @@ def get_config(arg: str | None = None) -> ConfigDict:
     )
   )
   config.train.update(
-    steps=1000, batch_size=32, runs=5, log_every=100, save_every=250
+    steps=700, batch_size=32, runs=5, log_every=100, save_every=100
   )
-  config.optimizer.update(learning_rate=3e-3, weight_decay=1e-2)
+  config.optimizer.update(learning_rate=5e-3, weight_decay=0.0)
   config.model = ConfigDict(
     dict(
       dim=48,
       heads=2,
       blocks=1,
       hidden=48,
-      dropout=0.3,
+      dropout=0.2,
       short=16,
       half_life_hours=(1.0, 24.0, 168.0, 720.0),
       experts=8,
       k=2,
       expert_hidden=32,
+      ahead=5,
+      ahead_decay=0.8,
       interest=0.1,
       importance=0.02,
       routing='event',

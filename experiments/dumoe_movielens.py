@@ -235,7 +235,7 @@ def model_of(config, name: str, log: Log) -> tuple[DUMoEConfig, str]:
   if name == 'sasrec':
     return DUMoEConfig.sasrec(
       items, dim=m.dim, heads=m.heads, blocks=m.blocks, hidden=m.hidden,
-      dropout=m.dropout,
+      dropout=m.dropout, ahead=m.ahead, ahead_decay=m.ahead_decay,
     ), 'none'  # fmt: skip
   scheme, changes = MODELS[name]
   sizes = dict(

@@ -20,6 +20,8 @@ from tmlib.train import load_params
 
 __all__ = ['write']
 
+_kmeans = jax.jit(kmeans, static_argnames='clusters')
+
 _NOTE = """
 {users} users of {length} events per seed, {seeds} seeds, {items} items in
 {interests} interests, last event held out, full ranking of all items. Intervals
@@ -112,8 +114,8 @@ def _mean_nmi(first, truth, seed) -> float:
 
 
 def _clusters(points: np.ndarray, count: int, seed: int) -> np.ndarray:
-  found = kmeans(jax.random.key(seed), points.astype(np.float32), count)[1]
-  return np.asarray(found)
+  points = points.astype(np.float32)
+  return np.asarray(_kmeans(jax.random.key(seed), points, clusters=count)[1])
 
 
 def _raw_means(config, row: Row) -> np.ndarray:

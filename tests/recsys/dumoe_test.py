@@ -231,6 +231,8 @@ def test_scores_agree(model, answer):
     (dict(half_lives=(0.0, 1.0)), 'positive'),
     (dict(dropout=1.0), 'dropout'),
     (dict(temperature=0.0), 'temperature'),
+    (dict(ahead=0), 'ahead=0'),
+    (dict(ahead_decay=0.0), 'ahead_decay'),
     (dict(balance='bias', noise_std=1.0), 'balance'),
   ],
 )

@@ -42,7 +42,9 @@ def fit(scheme='three', steps=20, **options):
 
 
 def test_loss_against_a_loop_in_float64():
-  config = support.config(experts=0, interest=0.3, short_path=False)
+  config = support.config(
+    experts=0, interest=0.3, short_path=False, ahead=3, ahead_decay=0.5
+  )
   batch = support.take(support.arrays()[0], slice(0, 3))
   batch['weight'] = np.array([1, 0, 2], np.float32)
   build = method.build_stage('backbone', config, optax.sgd(0.0), tags=tags())
@@ -60,7 +62,10 @@ def test_loss_against_a_loop_in_float64():
       if not target:
         continue
       logits = (items @ z[b, t] + heads['item_bias'])[1:]
-      cross = np.log(np.exp(logits).sum()) - logits[target - 1]
+      later = batch['target'][b, t : t + 3]
+      share = 0.5 ** np.arange(len(later))
+      cross = np.log(np.exp(logits).sum())
+      cross -= share @ logits[later - 1] / share.sum()
       p = 1 / (1 + np.exp(-(z[b, t] @ heads['tags'] + heads['tag_bias'])))
       y = tags()[target - 1]
       binary = -np.mean(y * np.log(p) + (1 - y) * np.log(1 - p))

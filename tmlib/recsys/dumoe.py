@@ -171,7 +171,7 @@ def adapt(
   if not config.experts or not source:
     return Adapted(z[:, -1:] if last else z, None, None)
   x = routing_input(config, z, valid)
-  real = valid.at[:, -1].set(True)
+  real = jnp.asarray(valid).at[:, -1].set(True)
   if last:
     x, z, real = x[:, -1:], z[:, -1:], real[:, -1:]
   routing, logits = route(params, config, x, source, real, keys)

@@ -2,9 +2,9 @@ r"""SASRec and DUMoE as methods of the shared loop, and their stages.
 
 Axes: R runs, B examples, L positions, T = B L tokens, I items, E experts.
 
-The loss at each position is the cross entropy of the next item over the whole
-catalogue, plus that of its tags; the losses of the gate are functions of sums
-over all tokens of the batch.
+The loss at each position is the cross entropy of the next item, or of the next
+few, over the whole catalogue, plus that of the next item's tags; the losses of
+the gate are functions of sums over all tokens of the batch.
 """
 
 from collections.abc import Callable, Mapping
@@ -78,15 +78,30 @@ class Outputs(NamedTuple):
   drop: bool = False
 
 
+def _cross_entropy(config, logits, target):
+  """[B, L], of the next `ahead` items of the window, the nearest weigh most."""
+  ahead, length = config.ahead, target.shape[1]
+  later = jnp.pad(target, ((0, 0), (0, ahead - 1)))
+  place = np.arange(length)[:, None] + np.arange(ahead)
+  label = later[:, place]
+  share = jnp.asarray(config.ahead_decay ** np.arange(ahead), jnp.float32)
+  share = jnp.where(label > 0, share[None, None], 0)
+  logs = jax.nn.log_softmax(logits)
+  found = jnp.take_along_axis(logs, jnp.where(label > 0, label, 1), -1)
+  total = share.sum(-1)
+  return -jnp.sum(share * found, -1) / jnp.where(total > 0, total, 1)
+
+
 def _task_sums(params, config, batch, y, tags):
   """(sum, weight) of the losses per token, and their total."""
   target = batch['target']
   weight = jnp.where(target > 0, batch['weight'][:, None], 0)
   real = weight > 0
-  logits = dumoe.catalogue_logits(params, y)
   picked = jnp.where(real, target, 1)
-  cross = optax.softmax_cross_entropy_with_integer_labels(logits, picked)
   # where, not multiply: a padded row may hold anything.
+  cross = _cross_entropy(
+    config, dumoe.catalogue_logits(params, y), jnp.where(real, target, 0)
+  )
   cross = jnp.sum(jnp.where(real, weight * cross, 0))
   count, total = weight.sum(), cross
   aux = {'item_loss': (cross, count)}
@@ -277,8 +292,7 @@ def _evaluate(params, config, batch, source, outputs):
         ),
       )
     )  # fmt: skip
-    ranks = [without(e) for e in range(config.experts)]
-    out['dropped'] = jnp.stack(ranks, 1)
+    out['dropped'] = jax.lax.map(without, jnp.arange(config.experts)).T
   return {'sums': sums, 'outputs': out}
 
 

@@ -42,6 +42,10 @@ class DUMoEConfig:
     balance: 'loss', or 'bias' (a bias of the selection, without a loss).
     temperature: of the assignment to centres, in units of D.
     impl: of `tmlib.moe.expert_mlp`.
+    ahead: items to come that each position is trained to foretell; only the
+      next one is asked for. Where several events share a stamp, their order
+      says nothing, and later ones are as true an answer.
+    ahead_decay: weight of each further one, in (0, 1].
     interest: weight of the loss on tags.
     importance: weight of the importance loss.
     load: weight of the load loss; needs noise.
@@ -80,6 +84,8 @@ class DUMoEConfig:
   balance: str = 'loss'
   temperature: float = 0.05
   impl: str = 'auto'
+  ahead: int = 1
+  ahead_decay: float = 0.8
   interest: float = 0.1
   importance: float = 0.01
   load: float = 0.0
@@ -89,7 +95,7 @@ class DUMoEConfig:
 
   def __post_init__(self):
     """Checks every field."""
-    for name in ('num_items', 'dim', 'heads', 'hidden', 'short'):
+    for name in ('num_items', 'dim', 'heads', 'hidden', 'short', 'ahead'):
       self._least(name, 1)
     for name in ('num_tags', 'profile_dim', 'blocks', 'buckets', 'experts'):
       self._least(name, 0)
@@ -107,6 +113,8 @@ class DUMoEConfig:
       raise ValueError(f'half_lives={self.half_lives} must be positive seconds')
     if not 0 <= self.dropout < 1:
       raise ValueError(f'dropout={self.dropout} must lie in [0, 1)')
+    if not 0 < self.ahead_decay <= 1:
+      raise ValueError(f'ahead_decay={self.ahead_decay} must lie in (0, 1]')
     self._one_of('fusion', ('drift', 'plain', 'static'))
     self._one_of('normalize', ('post', 'pre'))
     self._one_of('balance', ('loss', 'bias'))

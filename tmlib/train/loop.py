@@ -182,7 +182,9 @@ class _Session:
     for i in range(index, index + 1 if stopped else len(ends)):
       train = step < ends[i] and not stopped
       if train or stopped or i == len(ends) - 1:
-        cost = self.programs[i].compile(train, init=fresh and i == 0)
+        cost = self.programs[i].compile(
+          train, init=fresh and i == 0, evaluate=self._evaluates(i, ends)
+        )
         costs += [{'stage': self.stages[i].name} | row for row in cost]
     state, status = self._initial(index), 'stopped'
     if not stopped:
@@ -201,6 +203,14 @@ class _Session:
       state, step, status, self.recorder.metrics, self.evaluations,
       self.recorder.diverged, costs,
     )  # fmt: skip
+
+  def _evaluates(self, index: int, ends: Sequence[int]) -> bool:
+    """Whether anything is evaluated in a stage: the last one always is."""
+    if self.stop is not None or index == len(ends) - 1:
+      return True
+    every, end = self.options.eval_every, ends[index]
+    begin = end - self.stages[index].steps
+    return every > 0 and end // every > begin // every
 
   def _stops(self, metrics: dict[str, Any]) -> bool:
     return self.stop is not None and bool(self.stop(metrics))

@@ -68,9 +68,9 @@ class Program:
     }
 
   def compile(
-    self, train: bool = True, init: bool = False
+    self, train: bool = True, init: bool = False, evaluate: bool = True
   ) -> list[dict[str, Any]]:
-    """Compiles the evaluations and, where asked, the step and the init.
+    """Compiles the step, the evaluations and the init, where asked.
 
     What is compiled already is not compiled again. On a CPU, programs are
     compiled beside one another; the compiler of a GPU times its kernels, which
@@ -79,6 +79,7 @@ class Program:
     Args:
       train: compile the step for every bucket.
       init: compile the initial state.
+      evaluate: compile the evaluations.
 
     Returns:
       Per bucket: compile seconds, FLOPs and bytes per call and device.
@@ -90,7 +91,7 @@ class Program:
     keys = {
       name: evaluator.lower(self._whole, self.shapes, evaluations)
       for name, evaluator in self._evaluators.items()
-      if name not in self._evaluations
+      if evaluate and name not in self._evaluations
     }
     wanted |= {('evaluate', key): low for key, low in evaluations.items()}
     if init:

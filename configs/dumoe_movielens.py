@@ -43,7 +43,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     )
   )
   config.train.update(
-    steps=500, batch_size=32, runs=5, log_every=100, save_every=100
+    steps=300, batch_size=32, runs=5, log_every=100, save_every=100
   )
   config.optimizer.update(learning_rate=5e-3, weight_decay=0.0)
   config.model = ConfigDict(

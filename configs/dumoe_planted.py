@@ -23,7 +23,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   config.experiment = 'dumoe_planted'
   config.variants = (
     'three_stage', 'joint', 'two_stage', 'random_gate', 'no_moe',
-    'no_short_path', 'no_drift_gate', 'static_fusion', 'sasrec', 'half_life',
+    'no_short_path', 'no_drift_gate', 'sasrec', 'half_life',
   )  # fmt: skip
   config.data = ConfigDict(
     dict(
@@ -40,7 +40,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     )
   )
   config.train.update(
-    steps=500, batch_size=32, runs=5, log_every=100, save_every=250
+    steps=300, batch_size=32, runs=5, log_every=100, save_every=100
   )
   config.optimizer.update(learning_rate=5e-3, weight_decay=1e-3)
   config.model = ConfigDict(

@@ -43,21 +43,21 @@ __all__ = [
 # scheme -> its stages, each with its share of the steps
 SCHEMES: dict[str, tuple[tuple[str, float], ...]] = {
   'three': (
-    ('backbone', 0.6),
-    ('experts', 0.2),
-    ('distil', 0.05),
-    ('gate', 0.15),
-  ),
-  'four': (
-    ('backbone', 0.5),
-    ('experts', 0.2),
+    ('backbone', 0.7),
+    ('experts', 0.15),
     ('distil', 0.05),
     ('gate', 0.1),
+  ),
+  'four': (
+    ('backbone', 0.6),
+    ('experts', 0.15),
+    ('distil', 0.05),
+    ('gate', 0.05),
     ('joint', 0.15),
   ),
-  'two': (('backbone', 0.6), ('adapter', 0.4)),
+  'two': (('backbone', 0.7), ('adapter', 0.3)),
   'joint': (('joint', 1.0),),
-  'random': (('backbone', 0.6), ('random', 0.4)),
+  'random': (('backbone', 0.7), ('random', 0.3)),
   'none': (('backbone', 1.0),),
 }
 

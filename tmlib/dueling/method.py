@@ -2,8 +2,8 @@ r"""Sequential dueling bandits as a Method: one update is one round.
 
 The state holds M independent simulations on its leading axes, so a sharding
 rule ('.*', 'shard_dim:data:0') spreads them over devices, and the loop's `runs`
-may add an axis in front. A step's random words are one block [M, W] of a
-counter-based generator: row m depends on the step's key and on m alone, so
+may add an axis in front. A step's random words are one block [W, M] of a
+counter-based generator: column m depends on the step's key and on m alone, so
 neither the layout nor the number of simulations changes a simulation.
 
 A round costs O(M (N + K)): draw a pair, let the users answer, add to the tally.
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from tmlib.dueling import envs, glm, policies, regret, welfare
 from tmlib.dueling.regret import Regret
+from tmlib.ops.random_words import random_words
 from tmlib.train.method import Batch, Build, Evaluation, Method, Metrics
 
 __all__ = ['SimulationState', 'bandit_method', 'play']
@@ -135,11 +136,10 @@ def _round(game, words, step, view, commitment):
     weight = weight * (jnp.arange(users) == user)
   else:
     weight = weight[None]
-  # One-hot adds: a scatter per simulation would be a serial loop on a CPU.
-  hit = jnp.arange(view.wins.shape[0]) == game.index[left, right]
+  pair = game.index[left, right]
   view = view._replace(
-    wins=view.wins + hit[:, None] * (weight * first)[None],
-    counts=view.counts + hit[:, None] * weight[None],
+    wins=view.wins.at[pair].add(weight * first),
+    counts=view.counts.at[pair].add(weight),
     answers=view.answers + weight,
   )
   committed = commitment.loss
@@ -271,10 +271,9 @@ def _advance(
   """One round of every simulation."""
   key = jax.random.fold_in(state.key, state.step)
   simulations = state.view.lottery.shape[0]
-  words = jax.random.bits(key, (simulations, _num_words(game)))
-  view, lost = jax.vmap(lambda w, v, c: _round(game, w, state.step, v, c))(
-    words, state.view, state.commitment
-  )
+  words = random_words(key, _num_words(game), simulations)
+  play = lambda w, v, c: _round(game, w, state.step, v, c)
+  view, lost = jax.vmap(play, (1, 0, 0))(words, state.view, state.commitment)
   step = state.step + 1
   due = jax.vmap(lambda v: game.policy.due(step, v))(view)
   view, commitment = _lazily(

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ['embedding', 'figure', 'pca', 'ranked_instances', 'roc']
+__all__ = [
+  'embedding',
+  'figure',
+  'intervals',
+  'pca',
+  'ranked_instances',
+  'roc',
+]
 
 
 @contextmanager
@@ -69,6 +76,32 @@ def roc(
       aspect='equal',
     )
     ax.legend(loc='lower right', fontsize=7, frameon=False)
+
+
+def intervals(
+  path: Path,
+  rows: Sequence[tuple[str, float, float, float]],
+  title: str,
+  label: str,
+) -> None:
+  """Values with their intervals, one line each, for more than a legend holds.
+
+  Args:
+    path: of the picture.
+    rows: (name, value, low, high), the first on top.
+    title: of the picture.
+    label: of the axis.
+  """
+  with figure(path, size=4.6) as (fig, axes):
+    fig.set_size_inches(6, 1.2 + 0.24 * len(rows))
+    ax = axes[0, 0]
+    for y, (_, value, low, high) in enumerate(rows):
+      ax.plot([low, high], [y, y], color='0.55', lw=1.5)
+      ax.plot(value, y, 'o', color='C0', ms=5)
+    ax.axvline(rows[0][1], ls=':', color='0.6', lw=1)
+    ax.set_yticks(range(len(rows)), [name for name, *_ in rows], fontsize=8)
+    ax.set(xlabel=label, ylim=(len(rows) - 0.5, -0.5))
+    ax.set_title(title, fontsize=9)
 
 
 def ranked_instances(

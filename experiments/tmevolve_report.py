@@ -32,6 +32,9 @@ from tmlib.ops.statistics import (
 
 __all__ = ['write']
 
+# More curves than this cannot be told apart.
+_CURVES = 7
+
 _NOTE = """
 Figures: AUC of the scores pooled over the folds of a repeat, then the mean over
 the repeats ({seeds}). Intervals: {samples} bootstrap samples over *bags*, all
@@ -172,11 +175,23 @@ def _pictures(config, name, bagset, folds, table, rows, workdir: Path) -> None:
     for r in rows
     if r['set'].startswith(f'{name} (')
   }
-  plots.roc(
-    out / f'{stem}roc.png', bagset.labels, table,
-    f'{name}: pooled out-of-fold scores\nthin: each repeat',
-    legend,
-  )  # fmt: skip
+  if len(table) <= _CURVES:
+    plots.roc(
+      out / f'{stem}roc.png', bagset.labels, table,
+      f'{name}: pooled out-of-fold scores\nthin: each repeat',
+      legend,
+    )  # fmt: skip
+  plots.intervals(
+    out / f'{stem}auc.png',
+    [
+      (r['model'], r['auc'], r['low'], r['high'])
+      for r in rows
+      if r['set'].startswith(f'{name} (')
+    ],
+    f'{name}: AUC of pooled out-of-fold scores, mean of the repeats\n'
+    '95 % bootstrap over bags; dotted: the first line',
+    'AUC',
+  )
   if 'tmevolve' not in config.models:
     return
   folder = workdir / tmevolve.part_name(config, name, 'tmevolve')

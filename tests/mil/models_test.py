@@ -1,5 +1,7 @@
 """Every model must see bags, never their surroundings."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,7 @@ from tmlib.mil import (
 from tmlib.mil.dropout import bag_dropout
 from tmlib.ops.packing import plan_packing
 
-_CLOSE = dict(rtol=1e-6, atol=1e-6)
+_CLOSE: Any = {'rtol': 1e-6, 'atol': 1e-6}
 # Models that read the order of the file.
 _ORDERED = {'dtfd', 'transmil'}
 # Pooling functions have tests of their own; one model after them is enough.
@@ -101,7 +103,7 @@ def test_empty_and_single_bags_are_finite_and_so_are_gradients(name):
   label = jnp.arange(4) % 3
 
   def loss(variables, features):
-    out = model.apply(variables, batch.replace(features=features))
+    out: Any = model.apply(variables, batch.replace(features=features))
     nll = lambda logits: classification_loss(logits, label)[0]
     losses = auxiliary_losses(out, nll, label)
     return jnp.sum(nll(out.logits) + sum(losses.values()))

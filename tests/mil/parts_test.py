@@ -1,6 +1,7 @@
 """Pieces of the published models against brute force in NumPy, float64."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +24,11 @@ from tmlib.mil import (
 )
 from tmlib.mil.concept_models import orthogonality
 from tmlib.mil.patch_gcn import softmax_aggregate
-from tmlib.mil.rows import top_instances
+from tmlib.mil.rows import normalise_in_bag, top_instances
 from tmlib.ops.graph import ell_from_grid
 from tmlib.ops.raster import depthwise_on_grid, depthwise_on_square
 
-CLOSE = dict(rtol=1e-5, atol=1e-5)
+CLOSE: Any = {'rtol': 1e-5, 'atol': 1e-5}
 
 
 def softmax(x, axis=-1):
@@ -65,7 +66,7 @@ def test_small_bags_give_what_they_have():
 def test_cluster_loss_is_the_mean_over_what_is_valid():
   logits = np.random.default_rng(0).normal(size=(2, 2, 3, 2))
   valid = np.array([[True, True, False], [True, False, False]])
-  got = clam.cluster_loss(*logits, valid)
+  got = clam.cluster_loss(logits[0], logits[1], valid)
   log = np.log(softmax(logits))
   for c, n in ((0, 2), (1, 1)):
     want = -(log[0, c, :n, 1].mean() + log[1, c, :n, 0].mean()) / 2
@@ -85,6 +86,26 @@ def test_pseudo_bags_are_balanced_and_know_no_batch_mates():
   np.testing.assert_array_equal(wide[:, :12], group)
   other = np.asarray(split(jnp.flip(keys), member(12), 4))
   assert (other[0, :11] != group[0, :11]).any()
+
+
+def test_splits_outside_of_training_follow_the_seed_or_the_key():
+  """An explicit key is the same on any machine; splits are averaged."""
+  model, variables, apply = compiled('dtfd')
+  batch = batch_bags(grid_bags(), n=16)
+  want = apply(variables, batch).logits
+  keys = jnp.broadcast_to(jax.random.key(model.seed), (4,))
+  got = apply(variables, batch, dropout_keys=keys).logits
+  np.testing.assert_array_equal(got, want)
+  other = jnp.broadcast_to(jax.random.key(1), (4,))
+  got = apply(variables, batch, dropout_keys=other).logits
+  assert np.abs(got - want)[2].max() > 1e-4
+
+
+def test_weights_of_a_bag_sum_to_one_even_where_all_are_zero():
+  member = np.array([[[1, 0], [1, 0], [0, 1], [0, 1], [0, 0]]], bool)
+  weights = jnp.array([[1.0, 3.0, 0.0, 0.0, 9.0]])
+  got = normalise_in_bag(weights, member)
+  np.testing.assert_allclose(got, [[0.25, 0.75, 0.5, 0.5, 0]])
 
 
 def test_square_sides_are_exact():
@@ -139,7 +160,7 @@ def test_as_many_landmarks_as_tokens_give_exact_attention():
     params = nystrom.NystromParams(
       *map(jnp.asarray, (qkv, out, bias, np.zeros((3, h))))
     )
-    options = {'m': n, 'iterations': 40}
+    options: Any = {'m': n, 'iterations': 40}
     count = jnp.int32(n)
     got = nystrom.nystrom_attention(jnp.asarray(x), count, params, **options)
     row, look = nystrom.nystrom_first_token(
@@ -263,7 +284,15 @@ def test_vila_mil_by_numpy():
   np.testing.assert_allclose(output.logits[2], text @ image, **CLOSE)
 
 
-@pytest.mark.parametrize('name', ['clam_mb', 'concep_path', 'dsmil', 'dtfd'])
+@pytest.mark.parametrize(
+  'name',
+  [
+    'clam_mb',
+    'dsmil',
+    pytest.param('concep_path', marks=pytest.mark.slow),
+    pytest.param('dtfd', marks=pytest.mark.slow),
+  ],
+)
 def test_auxiliary_losses_train_through_the_one_method(name):
   weights = MODELS[name].aux_weights
   (key,) = weights
@@ -289,8 +318,6 @@ def test_auxiliary_losses_train_through_the_one_method(name):
   total = metrics['cross_entropy'] + weights[key] * metrics[f'aux/{key}']
   np.testing.assert_allclose(metrics['loss'], total, rtol=1e-5)
   assert losses[-1] < losses[0] - 0.01
-  outputs = method.evaluate(state, batch)['outputs']
-  assert np.isfinite(outputs['logits']).all()
 
 
 def test_text_is_checked():

@@ -10,6 +10,7 @@ themselves lie beside the checkout.
 import functools
 import pathlib
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +61,7 @@ CASES = {
   'patch_gcn': {},
   'wikg': {'neighbours': 4, 'paper_code_compat': False},
 }
-CLOSE = dict(rtol=1e-5, atol=1e-5)
+CLOSE: Any = {'rtol': 1e-5, 'atol': 1e-5}
 
 
 @pytest.mark.parametrize('name', CASES)

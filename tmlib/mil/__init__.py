@@ -11,8 +11,18 @@ from tmlib.mil.bag import (
   subsample_bag,
   validate_bag,
 )
+from tmlib.mil.bag_method import bag_method
 from tmlib.mil.baselines import pooled_features, pooled_logistic
 from tmlib.mil.dropout import bag_dropout
+from tmlib.mil.expression import (
+  expression_summary,
+  log_normalize,
+  pearson_per_gene,
+  pearson_per_sample,
+  regression_method,
+  spearman_per_gene,
+  variable_genes,
+)
 from tmlib.mil.fold_data import cross_validation_runs, tag_runs
 from tmlib.mil.method import (
   classification_loss,
@@ -62,6 +72,7 @@ __all__ = [
   'auxiliary_losses',
   'average_precision',
   'bag_dropout',
+  'bag_method',
   'balanced_accuracy',
   'batch_bags',
   'bucket_size',
@@ -72,8 +83,10 @@ __all__ = [
   'confusion_matrix',
   'create_model',
   'cross_validation_runs',
+  'expression_summary',
   'from_torch',
   'log_loss',
+  'log_normalize',
   'log_sum_exp_pool',
   'macro_f1',
   'make_bag',
@@ -83,15 +96,20 @@ __all__ = [
   'noisy_or_pool',
   'over_repeats',
   'pad_bag',
+  'pearson_per_gene',
+  'pearson_per_sample',
   'pool_out_of_fold',
   'pooled_features',
   'pooled_logistic',
+  'regression_method',
   'roc_curve',
   'scale_features',
   'select_nonempty',
+  'spearman_per_gene',
   'subsample_bag',
   'tag_runs',
   'top_k_pool',
   'validate_bag',
+  'variable_genes',
   'weighted_pool',
 ]

@@ -16,7 +16,12 @@ from tmlib.mil.dropout import bag_dropout
 from tmlib.mil.embedding import row_keys
 from tmlib.mil.output import MILOutput
 from tmlib.mil.pooling import weighted_pool
-from tmlib.mil.rows import branch_pool, membership, only_bag, own_bag
+from tmlib.mil.rows import (
+  branch_pool,
+  membership,
+  normalise_in_bag,
+  only_bag,
+)
 from tmlib.mil.soft_pooling import top_k_pool
 from tmlib.mil.text import check_text, in_text_space, unit
 
@@ -159,12 +164,9 @@ class ConcepPath(nn.Module):
 
     # How strongly an instance speaks for the concept that it is nearest to.
     strength = jnp.where(bag.mask, jnp.max(share, -1), 0)
-    member = membership(bag)
-    total = jnp.sum(jnp.where(member, strength[..., None], 0), 1)
-    own = own_bag(member, total[:, None])
     return MILOutput(
       only_bag(bag, logits),
-      strength / jnp.where(own > 0, own, 1),
+      normalise_in_bag(strength, membership(bag)),
       only_bag(bag, jnp.mean(feature, 2)),
       aux={
         'orthogonality': jnp.broadcast_to(

@@ -107,7 +107,7 @@ class DTFD(nn.Module):
   ) -> MILOutput:
     """Maps a batch of bags to a MILOutput; see `ABMIL.__call__`.
 
-    In training, `dropout_keys` draw the split as well.
+    `dropout_keys` draw the split, outside of training too where given.
     """
     self._check()
     hidden = wide(embed(self, bag, row_keys(self, bag, train, dropout_keys)))
@@ -125,7 +125,7 @@ class DTFD(nn.Module):
       for keys in self._split_keys(len(hidden), train, dropout_keys)
     ]
     tier1, weight, logits, attention, pooled = (
-      sum(part) / len(found) for part in zip(*found, strict=True)
+      jnp.mean(jnp.stack(part), 0) for part in zip(*found, strict=True)
     )
     return MILOutput(
       only_bag(bag, logits),
@@ -137,11 +137,10 @@ class DTFD(nn.Module):
   def _split_keys(self, rows: int, train: bool, keys):
     """Keys [B] of each split."""
     if not train:
-      fold = jax.random.fold_in
-      key = jax.random.key(self.seed)
-      return [
-        jnp.broadcast_to(fold(key, i), (rows,)) for i in range(self.num_splits)
-      ]
+      if keys is None:
+        keys = jnp.broadcast_to(jax.random.key(self.seed), (rows,))
+      fold = jax.vmap(jax.random.fold_in, (0, None))
+      return [fold(keys, i) for i in range(self.num_splits)]
     if keys is None:
       keys = jax.random.split(self.make_rng('dropout'), rows)
     # Not the noise of any dropout layer.

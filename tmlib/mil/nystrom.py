@@ -10,6 +10,7 @@ front by F = m l - count zero tokens, which count as keys and in the means:
 they enter here as numbers, not as rows.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -203,6 +204,7 @@ def _convolve(values: jax.Array, taps: jax.Array) -> jax.Array:
   """out_t = sum_w taps_w values_{t + w - W // 2}, zeros outside; per head."""
   size, half = values.shape[0], taps.shape[0] // 2
   padded = jnp.pad(values, ((half, half), (0, 0), (0, 0)))
-  return sum(
+  parts = (
     padded[w : w + size] * taps[w][None, :, None] for w in range(2 * half + 1)
   )
+  return functools.reduce(jnp.add, parts)

@@ -23,6 +23,7 @@ __all__ = [
   'membership',
   'only_bag',
   'own_bag',
+  'normalise_in_bag',
   'place_in_bag',
   'top_instances',
   'unpack_rows',
@@ -55,6 +56,25 @@ def own_bag(member: jax.Array, table: jax.Array) -> jax.Array:
   return jnp.sum(jnp.where(member.reshape(shape), table, 0), 2)
 
 
+def normalise_in_bag(weights: jax.Array, member: jax.Array) -> jax.Array:
+  """Weights over their sum in each bag; alike where a bag has none.
+
+  Args:
+    weights: [B, N], >= 0.
+    member: [B, N, S], bool.
+
+  Returns:
+    [B, N], zero in padding.
+  """
+  mask = jnp.any(member, -1)
+  totals = lambda x: own_bag(
+    member, jnp.sum(jnp.where(member, x[..., None], 0), 1)[:, None]
+  )
+  weights = jnp.where(totals(weights) > 0, weights, 1)
+  weights = jnp.where(mask, weights, 0)
+  return weights / jnp.where(mask, totals(weights), 1)
+
+
 def place_in_bag(member: jax.Array) -> jax.Array:
   """Position of each instance within its bag: [B, N], int32; zero in padding.
 
@@ -76,9 +96,8 @@ def branch_attention(scores: jax.Array, bag: Bag) -> jax.Array:
   """
   if bag.segment_ids is None:
     return masked_softmax(scores, jnp.asarray(bag.mask)[..., None], 1)
-  one = lambda e: segment_softmax(
-    e, bag.mask, bag.segment_ids, bag.num_segments
-  )
+  ids = jnp.asarray(bag.segment_ids)
+  one = lambda e: segment_softmax(e, bag.mask, ids, bag.num_segments)
   return jax.vmap(one, -1, -1)(scores)
 
 

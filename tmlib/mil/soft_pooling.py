@@ -53,7 +53,8 @@ def log_sum_exp_pool(
     scaled = jnp.where(jnp.any(valid, 1, keepdims=True), scaled, 0)
     count = jnp.maximum(jnp.sum(valid, 1), 1)
     total = jax.nn.logsumexp(scaled, 1) - jnp.log(count.astype(x.dtype))
-    return total / sharpness, jnp.mean(masked_softmax(scaled, valid, 1), -1)
+    total = jnp.where(jnp.any(valid, 1), total / sharpness, 0)
+    return total, jnp.mean(masked_softmax(scaled, valid, 1), -1)
 
   return _each_bag(pool, features, mask, segment_ids, num_segments)
 
@@ -111,7 +112,7 @@ def top_k_pool(
 
   Returns:
     pooled: [B, (S,) D].
-    share: [B, N], 1/k where chosen, averaged over D.
+    share: [B, N], 1/k where chosen (ties divide it), averaged over D.
 
   Raises:
     ValueError: k < 1.
@@ -122,14 +123,17 @@ def top_k_pool(
   def pool(x, valid):
     low = jnp.where(valid, x, jnp.finfo(x.dtype).min)
     size = min(k, x.shape[1])
-    best, place = jax.lax.top_k(jnp.swapaxes(low, 1, 2), size)
-    count = jnp.minimum(jnp.sum(valid, 1), size)
-    chosen = jnp.arange(size)[None, None] < count[..., None]
-    weight = chosen / jnp.maximum(count, 1)[..., None].astype(x.dtype)
-    best = jnp.where(chosen, best, 0)
-    part = jnp.broadcast_to(weight / x.shape[2], place.shape)
-    add = lambda place, part: jnp.zeros(x.shape[1], x.dtype).at[place].add(part)
-    return jnp.sum(best * weight, -1), jax.vmap(add)(place, part)
+    best = jax.lax.top_k(jnp.swapaxes(low, 1, 2), size)[0]  # [B, D, K]
+    count = jnp.minimum(jnp.sum(valid, 1), size)[..., None]  # [B, 1, 1]
+    chosen = jnp.arange(size)[None, None] < count
+    share = 1 / jnp.maximum(count, 1).astype(x.dtype)
+    pooled = jnp.sum(jnp.where(chosen, best * share, 0), -1)
+    # Values equal to the last one chosen divide what is left among them.
+    last = jnp.min(jnp.where(chosen, best, jnp.inf), -1)[:, None]
+    above, tied = valid & (x > last), valid & (x == last)
+    left = count - jnp.sum(above, 1, keepdims=True)
+    part = left / jnp.maximum(jnp.sum(tied, 1, keepdims=True), 1)
+    return pooled, jnp.mean((above + jnp.where(tied, part, 0)) * share, -1)
 
   return _each_bag(pool, features, mask, segment_ids, num_segments)
 
@@ -141,6 +145,6 @@ def _each_bag(pool: _Pool, features, mask, segment_ids, num_segments):
     return pooled, jax.lax.stop_gradient(share)
   member = one_hot_segments(segment_ids, mask, num_segments)
   found = [pool(features, member[..., s, None]) for s in range(num_segments)]
-  share = sum(share for _, share in found)
+  share = jnp.sum(jnp.stack([share for _, share in found]), 0)
   pooled = jnp.stack([pooled for pooled, _ in found], 1)
   return pooled, jax.lax.stop_gradient(share)

@@ -18,6 +18,7 @@ from tmlib.mil.nystrom import (
 from tmlib.mil.output import MILOutput
 from tmlib.mil.rows import (
   membership,
+  normalise_in_bag,
   only_bag,
   own_bag,
   place_in_bag,
@@ -119,8 +120,8 @@ class TransMIL(nn.Module):
       ValueError: layout 'grid' for bags without coords.
     """
     self._check()
-    member = membership(bag) if isinstance(bag, Bag) else None
     hidden = wide(embed(self, bag, row_keys(self, bag, train, dropout_keys)))
+    member = membership(bag)
     rows, count = unpack_rows(hidden, member)
     flat = lambda x: x.reshape(-1, *x.shape[2:])
     rows, count = flat(rows), flat(count)
@@ -156,12 +157,9 @@ class TransMIL(nn.Module):
     place = place_in_bag(member)
     table = jnp.swapaxes(unflat(looks), 1, 2)  # [B, N, S]
     looks = own_bag(member, jnp.take_along_axis(table, place[..., None], 1))
-    positive = jnp.maximum(looks, 0)
-    sums = jnp.sum(jnp.where(member, positive[..., None], 0), 1)
-    own = own_bag(member, sums[:, None])
     return MILOutput(
       only_bag(bag, unflat(logits)),
-      positive / jnp.where(own > 0, own, 1),
+      normalise_in_bag(jnp.maximum(looks, 0), member),
       only_bag(bag, unflat(slide)),
       extras={'cls_attention': looks},
     )

@@ -118,8 +118,8 @@ class WiKG(nn.Module):
       )
     keys = row_keys(self, bag, train, dropout_keys)
     dense = lambda size, name: nn.Dense(size, dtype=self.dtype, name=name)
-    packing = (bag.mask, bag.segment_ids, bag.num_segments)
     x = clean_features(self, bag)
+    packing = (bag.mask, bag.segment_ids, bag.num_segments)
     x = wide(nn.leaky_relu(dense(self.hidden, 'embed')(x)))
     mean = mean_pool(x, *packing)[0]
     mean = mean[:, None] if bag.segment_ids is None else mean

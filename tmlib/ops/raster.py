@@ -5,6 +5,8 @@ Axes: N patches (padded), E features, W taps in each direction (odd).
 Each function sees one slide; use `jax.vmap` for several.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -83,8 +85,9 @@ def _depthwise(raster: jax.Array, kernel: jax.Array) -> jax.Array:
   rows, columns, _ = raster.shape
   reach = kernel.shape[0] // 2
   padded = jnp.pad(raster, ((reach, reach), (reach, reach), (0, 0)))
-  return sum(
+  parts = (
     padded[u : u + rows, v : v + columns] * kernel[u, v][None, None]
     for u in range(kernel.shape[0])
     for v in range(kernel.shape[1])
   )
+  return functools.reduce(jnp.add, parts)

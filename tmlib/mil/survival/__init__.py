@@ -21,6 +21,7 @@ from tmlib.mil.survival.losses import (
   hazards_to_survival,
   risk_score,
 )
+from tmlib.mil.survival.method import cox_method, discrete_survival_method
 from tmlib.mil.survival.scores import (
   TimeAUC,
   brier_score,
@@ -38,11 +39,13 @@ __all__ = [
   'concordance_index_ipcw',
   'concordance_pairs',
   'concordance_sums',
+  'cox_method',
   'cox_nll',
   'cox_sums',
   'cumulative_dynamic_auc',
   'digitize',
   'discrete_nll',
+  'discrete_survival_method',
   'hazards_to_survival',
   'integrated_brier_score',
   'kaplan_meier',

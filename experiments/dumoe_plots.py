@@ -95,6 +95,7 @@ def load(path: Path, first: Mapping[str, np.ndarray], count: int) -> None:
       xlabel='expert, by load',
       ylabel='share of first choices',
       title='Load per expert (dotted: equal shares)',
+      xticks=np.arange(1, count + 1),
       ylim=(0, None),
     )
     ax.legend(frameon=False, fontsize=7)

@@ -1,3 +1,5 @@
 """Attention and sparse kernels: the ground floor, which imports jax only."""
 
-__all__ = []
+from kernels_pallas.softmax_attention import attention
+
+__all__ = ['attention']

@@ -1,0 +1,355 @@
+"""Softmax attention on TPU, GPU and CPU, forward and in reverse mode.
+
+Axes: B sequences, T queries, S keys, H query heads, G key heads, D features of
+queries and keys, V features of values. The layout is [B, T, H, D] throughout.
+
+`implementation`: None is Pallas on TPU and GPU and a loop over tiles elsewhere,
+decided when the program is compiled, and the loop wherever Pallas can not;
+"pallas" insists on Pallas; "xla" is the loop, 64k tokens in bounded memory;
+"reference" holds all logits at once, and alone has forward mode and derivatives
+of second order; "interpret" and "interpret_gpu" run the TPU's and the GPU's
+body in Pallas' interpreter.
+
+Under a mesh (`jax.set_mesh`) whose axes are of type Auto, sequences are divided
+over the axis 'data' and heads over 'model' where these divide them, and
+everything is repeated over the other axes.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from kernels_pallas.softmax_attention import reference, tiles, vjp
+from kernels_pallas.softmax_attention.options import (
+  Blocks,
+  Config,
+  Rope,
+  Rows,
+  Spans,
+  rope_table,
+)
+
+__all__ = ['attention']
+
+_IMPLEMENTATIONS = (
+  None,
+  'pallas',
+  'xla',
+  'reference',
+  'interpret',
+  'interpret_gpu',
+)
+
+
+def _check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+  for name, x in (('q', q), ('k', k), ('v', v)):
+    if x.ndim != 4:
+      raise ValueError(
+        f'{name} has shape {x.shape}, expected [B, T, H, D]; add the missing '
+        'axis, or use jax.vmap for more'
+      )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      raise TypeError(f'{name} has dtype {x.dtype}, expected a float dtype')
+    if x.dtype != q.dtype:
+      raise TypeError(
+        f'{name} has dtype {x.dtype} but q has {q.dtype}; cast one of them'
+      )
+  if not q.shape[0] == k.shape[0] == v.shape[0]:
+    raise ValueError(
+      f'q, k, v hold {q.shape[0]}, {k.shape[0]}, {v.shape[0]} sequences; '
+      'repeat the keys and values that sequences share'
+    )
+  if q.shape[3] != k.shape[3] or q.shape[3] < 1:
+    raise ValueError(
+      f'q has {q.shape[3]} features and k has {k.shape[3]}; they are '
+      'multiplied and must agree (only v may differ)'
+    )
+  if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
+    raise ValueError(
+      f'k {k.shape} and v {v.shape} must agree in keys and heads'
+    )
+  if not k.shape[2] or q.shape[2] % k.shape[2]:
+    raise ValueError(
+      f'q has {q.shape[2]} heads, not a multiple of the {k.shape[2]} heads of '
+      'k and v; each of these serves as many query heads as all others'
+    )
+
+
+def _check_implementation(
+  implementation: str | None, q: jax.Array, v: jax.Array
+) -> None:
+  if implementation not in _IMPLEMENTATIONS:
+    raise ValueError(
+      f'implementation={implementation!r} must be one of {_IMPLEMENTATIONS}'
+    )
+  if implementation not in ('pallas', 'interpret', 'interpret_gpu'):
+    return
+  if implementation == 'pallas' and jax.default_backend() == 'cpu':
+    raise ValueError(
+      'implementation="pallas" has no CPU body; use None, or "interpret" to '
+      'test its numbers'
+    )
+  reason = vjp.refusal(q, v)
+  if reason:
+    raise ValueError(
+      f'implementation={implementation!r}: {reason}; use None or "xla"'
+    )
+
+
+def _integers(
+  name: str, x: Any, shape: tuple[int, ...], least: int | None = None
+) -> jax.Array:
+  """An int32 array of that shape; values are checked where they are known."""
+  x = jnp.asarray(x)
+  if not jnp.issubdtype(x.dtype, jnp.integer):
+    raise TypeError(f'{name} has dtype {x.dtype}, expected integers')
+  if x.shape != shape:
+    raise ValueError(f'{name} has shape {x.shape}, expected {shape}')
+  if least is not None and not isinstance(x, Tracer) and x.size:
+    lowest = int(np.min(np.asarray(x)))
+    if lowest < least:
+      raise ValueError(
+        f'{name} holds {lowest}, but must be at least {least} everywhere'
+      )
+  x = x.astype(jnp.int32)
+  return x if least is None else jnp.maximum(x, least)
+
+
+def _scale(scale: float | None, dim: int) -> float:
+  if scale is None:
+    return 1 / math.sqrt(dim)
+  if isinstance(scale, Tracer):
+    raise TypeError('scale is traced; multiply q by it and pass scale=1.0')
+  if not math.isfinite(float(scale)):
+    raise ValueError(f'scale={scale} must be finite; None is 1/sqrt({dim})')
+  return float(scale)
+
+
+def _offset(
+  offset: int | jax.Array, batch: int
+) -> tuple[int | None, jax.Array | None]:
+  """As a number that is known, or as an array."""
+  if isinstance(offset, int | np.integer):
+    return int(offset), None
+  shape = jnp.shape(offset)
+  if shape not in ((), (batch,)):
+    raise ValueError(
+      f'query_offset has shape {shape}, expected an integer or ({batch},)'
+    )
+  return None, jnp.broadcast_to(_integers('query_offset', offset, shape), batch)
+
+
+def _lengths(lengths: Any, batch: int, keys: int) -> jax.Array | None:
+  if lengths is None:
+    return None
+  lengths = _integers('lengths', lengths, (batch,), 0)
+  if not isinstance(lengths, Tracer) and batch:
+    highest = int(np.max(np.asarray(lengths)))
+    if highest > keys:
+      raise ValueError(f'lengths holds {highest}, but k has {keys} keys')
+  return lengths
+
+
+def _segments(
+  segments: Any, batch: int, queries: int, keys: int
+) -> tuple[jax.Array | None, jax.Array | None]:
+  if segments is None:
+    return None, None
+  if not isinstance(segments, tuple | list):
+    if queries != keys:
+      raise ValueError(
+        f'segment_ids is one array, but there are {queries} queries and {keys} '
+        'keys; pass a pair (of queries, of keys)'
+      )
+    segments = segments, segments
+  if len(segments) != 2:
+    raise ValueError(
+      f'segment_ids has {len(segments)} parts, expected (of queries, of keys)'
+    )
+  return (
+    _integers('segment_ids of queries', segments[0], (batch, queries)),
+    _integers('segment_ids of keys', segments[1], (batch, keys)),
+  )
+
+
+def _spans(
+  spans: Spans | None, batch: int, queries: int, keys: int
+) -> tuple[jax.Array | None, jax.Array | None]:
+  if spans is None:
+    return None, None
+  of_query = _integers('spans.query', spans.query, (batch, queries), 0)
+  of_key = _integers('spans.key', spans.key, (batch, keys), 0)
+  dependent = jnp.asarray(spans.dependent)
+  if dependent.shape != (batch, queries) or dependent.dtype != bool:
+    raise ValueError(
+      f'spans.dependent has shape {dependent.shape} and dtype '
+      f'{dependent.dtype}, expected bool {(batch, queries)}, a value per query'
+    )
+  return jnp.where(dependent, -1, of_query), of_key
+
+
+def _rotate(
+  q: jax.Array,
+  k: jax.Array,
+  rope: Rope | None,
+  positions: Any,
+  key_positions: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+  """Rotated queries, keys in halves but not rotated, the table of the keys."""
+  if rope is None:
+    given = positions is not None or key_positions is not None
+    if given:
+      raise ValueError('positions are of no use without rope=Rope(...)')
+    return q, k, None
+  (batch, queries, _, dim), keys = q.shape, k.shape[1]
+  if dim % 2:
+    raise ValueError(
+      f'rope turns pairs of features, but q and k have {dim}; pad them with a '
+      'zero feature (and give scale)'
+    )
+  if positions is None or key_positions is None:
+    raise ValueError(
+      'rope needs positions [B, T] of the queries and key_positions [B, S]; '
+      'for a plain sequence both are jnp.arange repeated B times'
+    )
+  if not (math.isfinite(rope.theta) and rope.theta > 0):
+    raise ValueError(f'rope.theta={rope.theta} must be positive and finite')
+  positions = _integers('positions', positions, (batch, queries), 0)
+  key_positions = _integers('key_positions', key_positions, (batch, keys), 0)
+  if rope.interleaved:
+    # Products of q and k do not care for the order of their features.
+    halves = lambda x: jnp.swapaxes(
+      x.reshape(*x.shape[:3], dim // 2, 2), 3, 4
+    ).reshape(x.shape)
+    q, k = halves(q), halves(k)
+  dtype = np.dtype(jnp.promote_types(q.dtype, jnp.float32))
+  table = lambda x: rope_table(x, dim, rope.theta, dtype)
+  return tiles.rotate(q, table(positions)[:, :, None]), k, table(key_positions)
+
+
+def _bias(key_bias: Any, batch: int, keys: int) -> jax.Array | None:
+  if key_bias is None:
+    return None
+  key_bias = jnp.asarray(key_bias)
+  if not jnp.issubdtype(key_bias.dtype, jnp.floating):
+    raise TypeError(
+      f'key_bias has dtype {key_bias.dtype}, expected floats; for a mask use '
+      'jnp.where(mask, 0.0, -jnp.inf)'
+    )
+  if key_bias.shape != (batch, keys):
+    raise ValueError(
+      f'key_bias has shape {key_bias.shape}, expected ({batch}, {keys}), one '
+      'number per key'
+    )
+  return key_bias
+
+
+def _static(window: int | None, blocks: Blocks | None) -> None:
+  if window is not None and (not isinstance(window, int) or window < 1):
+    raise ValueError(
+      f'window={window!r} must be an integer of at least 1 (the key of the '
+      'query itself), or None'
+    )
+  if blocks is not None and (min(blocks) < 16 or any(b % 16 for b in blocks)):
+    raise ValueError(
+      f'blocks={blocks} must be multiples of 16 (of 128 on a TPU, powers of '
+      'two on a GPU)'
+    )
+
+
+def attention(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  *,
+  scale: float | None = None,
+  causal: bool = False,
+  query_offset: int | jax.Array = 0,
+  window: int | None = None,
+  lengths: jax.Array | None = None,
+  segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+  spans: Spans | None = None,
+  key_bias: jax.Array | None = None,
+  rope: Rope | None = None,
+  positions: jax.Array | None = None,
+  key_positions: jax.Array | None = None,
+  return_lse: bool = False,
+  blocks: Blocks | None = None,
+  implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+  r"""out_t = sum_s softmax_s(scale <R_t q_t, R_s k_s> + bias_s) v_s.
+
+  The sum runs over the keys that pass all masks asked for; a query that sees
+  none gets 0 and lse = -inf. Query t sits at index t + query_offset among the
+  keys. Sums run in float32 or wider; products in the dtype of q, and those of
+  float32 in full precision. Differentiable in q, k, v and key_bias, also
+  through lse; parts of a sequence can hence be merged by their lse.
+
+  Args:
+    q: [B, T, H, D], float, queries.
+    k: [B, S, G, D], dtype of q, keys; head h of q meets head h // (H / G).
+    v: [B, S, G, V], dtype of q, values; V may differ from D.
+    scale: a finite number; None is 1 / sqrt(D).
+    causal: a query sees no key of a larger index than its own.
+    query_offset: index of the first query among the keys: an integer, or int
+      [] or [B]. With keys that end where the queries end it is S - T.
+    window: >= 1; a query sees only keys whose index differs from its own by
+      less, so `window` keys if causal and 2 window - 1 if not.
+    lengths: [B], int in [0, S], clamped under jit: keys beyond do not exist.
+    segment_ids: [B, T] if T = S, or a pair ([B, T], [B, S]), int: a query sees
+      keys of its own segment only. Need not be sorted.
+    spans: see `Spans`.
+    key_bias: [B, S], float, added to the logits of a key, as the logarithm of
+      its weight; -inf hides it.
+    rope: rotary embedding of q and k, which come without it.
+    positions: [B, T], int >= 0, of the queries; with rope only.
+    key_positions: [B, S], int >= 0, of the keys; they need not be the indices
+      that the masks go by.
+    return_lse: return the logarithm of the sum of exponentials as well.
+    blocks: rows of a tile, instead of the backend's own choice.
+    implementation: see the module docstring.
+
+  Returns:
+    out: [B, T, H, V], dtype of q.
+    lse: [B, T, H], float32 or wider, if `return_lse`.
+
+  Raises:
+    ValueError: on shapes that disagree, values out of range as far as they are
+      known, or an unknown implementation.
+    TypeError: on a wrong dtype.
+
+  References:
+    Dao. FlashAttention-2: faster attention with better parallelism and work
+    partitioning, 2023.
+    Su et al. RoFormer: enhanced transformer with rotary position embedding,
+    2021.
+  """
+  q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+  _check_operands(q, k, v)
+  _check_implementation(implementation, q, v)
+  _static(window, blocks)
+  batch, queries, heads, dim = q.shape
+  keys = k.shape[1]
+  number, offset = _offset(query_offset, batch)
+  config = Config(_scale(scale, dim), bool(causal), window, number, blocks)
+  rows = Rows(
+    offset,
+    _lengths(lengths, batch, keys),
+    *_segments(segment_ids, batch, queries, keys),
+    *_spans(spans, batch, queries, keys),
+  )
+  bias = _bias(key_bias, batch, keys)
+  q, k, table = _rotate(q, k, rope, positions, key_positions)
+  if not (batch and queries and heads and keys):
+    out = jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype)
+    lse = jnp.full((batch, heads, queries), -jnp.inf, jnp.float32)
+  elif implementation == 'reference':
+    out, lse = reference.forward(config, q, k, v, bias, table, rows)
+  else:
+    both: Any = vjp.core(config, implementation, q, k, v, bias, table, rows)
+    out, lse = both
+  return (out, jnp.swapaxes(lse, 1, 2)) if return_lse else out

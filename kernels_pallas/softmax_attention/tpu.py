@@ -1,0 +1,613 @@
+"""Softmax attention for TPUs (Mosaic).
+
+Axes: B sequences, H = G R query heads, n blocks of t queries, m blocks of s
+keys, D and V features, padded to whole lanes.
+
+The last axis of the grid adds tiles to sums that stay in VMEM. The forward
+pass and the gradient of q hold queries in rows and keys in lanes; the gradients
+of k and v hold them the other way round, so that no tile is transposed. What
+belongs to a query or key lies in HBM as a row, and becomes a column once for
+all tiles that need it. Tiles that the mask leaves whole skip the mask, those
+that it empties are skipped, and their operands not fetched.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.softmax_attention import tiles
+from kernels_pallas.softmax_attention.operands import (
+  Operands,
+  cut_features,
+  dot,
+  launch,
+  pad_axis,
+  pad_features,
+)
+from kernels_pallas.softmax_attention.options import Blocks, Config, Rows
+from kernels_pallas.softmax_attention.reference import key_limit
+
+__all__ = ['backward', 'forward']
+
+LANES = 128
+
+
+class _Plan(NamedTuple):
+  """Sizes of a call: t, n, s, m of the module docstring, R, G."""
+
+  config: Config
+  t: int
+  n: int
+  s: int
+  m: int
+  share: int
+  # Number of keys if it is known and matters.
+  limit: int | None
+
+
+def _blocks(dim: int, single: bool, backward: bool) -> Blocks:
+  """Tiles that fit into the 16 MB of VMEM that a kernel gets everywhere."""
+  if dim > LANES or single:
+    return Blocks(256, 512) if not backward else Blocks(256, 256)
+  return Blocks(512, 1024) if not backward else Blocks(512, 512)
+
+
+def _pad_row(x: jax.Array, size: int, fill: float = 0) -> jax.Array:
+  """[..., N] -> [..., 1, size]."""
+  return jnp.expand_dims(pad_axis(x, x.ndim - 1, size, fill), -2)
+
+
+def _heads(x: jax.Array, size: int, halves: bool) -> jax.Array:
+  """[B, N, H, D] -> [B, H, size, whole lanes]."""
+  lanes = -(-x.shape[-1] // LANES) * LANES
+  return pad_axis(jnp.swapaxes(pad_features(x, lanes, halves), 1, 2), 2, size)
+
+
+def _prepare(
+  config: Config,
+  backward: bool,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  bias: jax.Array | None,
+  table: jax.Array | None,
+  rows: Rows,
+) -> tuple[_Plan, Operands]:
+  """Head before rows, whole tiles, logits to the base of two."""
+  dim = max(q.shape[-1], v.shape[-1])
+  blocks = config.blocks or _blocks(dim, q.dtype.itemsize > 2, backward)
+  t, n = tiles.split_evenly(q.shape[1], blocks.query, LANES)
+  s, m = tiles.split_evenly(k.shape[1], blocks.key, LANES)
+  limit = key_limit(rows, config, k.shape[1], q.shape[1], m * s - k.shape[1])
+  known = limit if isinstance(limit, int) else None
+  plan = _Plan(config, t, n, s, m, q.shape[2] // k.shape[2], known)
+  halves = table is not None
+  queries, keys = t * n, s * m
+  row = lambda x, size: None if x is None else _pad_row(x, size)
+  wide = _heads(q, queries, halves)
+  if halves:
+    table = pad_axis(pad_features(table, wide.shape[-1], True), 1, keys)
+  return plan, Operands(
+    wide,
+    _heads(k, keys, halves),
+    _heads(v, keys, False),
+    rows.offset,
+    None if known is not None or limit is None else limit,
+    row(rows.query_segment, queries),
+    row(rows.key_segment, keys),
+    row(rows.query_span, queries),
+    row(rows.key_span, keys),
+    None if bias is None else row(bias.astype(jnp.float32) * tiles.LOG2E, keys),
+    table,
+  )
+
+
+def _specs(
+  operands: Operands, plan: _Plan, locate: Callable[..., tuple[Any, ...]]
+) -> Operands:
+  """`locate` maps a point of the grid to (b, h, g, i, j)."""
+
+  def spec(block, index):
+    return pl.BlockSpec(block, lambda *ids: index(*locate(*ids)))
+
+  dim, values = operands.q.shape[-1], operands.v.shape[-1]
+  of_query = spec((None, 1, plan.t), lambda b, h, g, i, j: (b, 0, i))
+  of_key = spec((None, 1, plan.s), lambda b, h, g, i, j: (b, 0, j))
+  of_head = spec((None, None, 1, plan.t), lambda b, h, g, i, j: (b, h, 0, i))
+  scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
+  at_query = lambda b, h, g, i, j: (b, h, i, 0)
+  at_key = lambda b, h, g, i, j: (b, g, j, 0)
+  return Operands(
+    spec((None, None, plan.t, dim), at_query),
+    spec((None, None, plan.s, dim), at_key),
+    spec((None, None, plan.s, values), at_key),
+    scalars,
+    scalars,
+    of_query,
+    of_key,
+    of_query,
+    of_key,
+    of_key,
+    spec((None, plan.s, dim), lambda b, h, g, i, j: (b, j, 0)),
+    of_head,
+    of_head,
+    spec((None, None, plan.t, values), at_query),
+  )
+
+
+def _launch(
+  body: Callable[..., None],
+  plan: _Plan,
+  operands: Operands,
+  locate: Callable[..., tuple[Any, ...]],
+  grid: tuple[int, ...],
+  outputs: list[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
+  scratch: dict[str, Any],
+  name: str,
+  interpret: Any,
+) -> list[jax.Array]:
+  """`operands.launch` for the grid (batch, heads, rows, sum)."""
+  batch, heads, rows, dim = operands.q.shape
+  logits = batch * heads * rows * plan.s * plan.m
+  return launch(
+    functools.partial(body, plan=plan),
+    operands,
+    _specs(operands, plan, locate),
+    outputs,
+    scratch,
+    grid=grid,
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=('parallel',) * 3 + ('arbitrary',)
+    ),
+    cost_estimate=pl.CostEstimate(
+      flops=2 * logits * (dim + operands.v.shape[3]),
+      bytes_accessed=sum(x.nbytes for x in operands if x is not None),
+      transcendentals=logits,
+    ),
+    interpret=interpret,
+    name=name,
+  )
+
+
+def _column(row: jax.Array) -> jax.Array:
+  """[1, N] -> [N, 128], the same number in all lanes."""
+  return jnp.broadcast_to(row, (LANES, row.shape[1])).T
+
+
+def _row(column: jax.Array) -> jax.Array:
+  """[N, 128] -> [1, N]."""
+  return column.T[:1]
+
+
+def _wide(column: jax.Array, size: int) -> jax.Array:
+  """[N, 128] -> [N, size]."""
+  return column if size == LANES else jnp.tile(column, (1, size // LANES))
+
+
+def _rotate(x: jax.Array, table: jax.Array, back: bool = False) -> jax.Array:
+  """`tiles.rotate` by rolls, which keep all lanes busy."""
+  half = table.shape[-1] // 2
+  turned = pltpu.roll(table, half, 1)
+  first = jax.lax.broadcasted_iota(jnp.int32, table.shape, 1) < half
+  cos = jnp.where(first, table, turned)
+  sin = jnp.where(first, -turned, table)
+  sin = -sin if back else sin
+  wide = x.astype(jnp.float32)
+  return (wide * cos + pltpu.roll(wide, half, 1) * sin).astype(x.dtype)
+
+
+def _keys(refs: Operands) -> jax.Array:
+  k = refs.k[...]
+  return k if refs.table is None else _rotate(k, refs.table[...])
+
+
+def _over_tiles(
+  config: Config,
+  plan: _Plan,
+  refs: Operands,
+  i: jax.Array,
+  j: jax.Array,
+  step: Callable[[Any], None],
+) -> None:
+  """Calls step(mask) where tile (i, j) holds visible pairs.
+
+  `mask` makes the mask from the shape of a tile, the axis of its queries, and
+  the segments and spans of queries and keys; it is None where all is visible.
+  """
+  b = pl.program_id(0)
+  offset: Any = config.offset if refs.offset is None else refs.offset[b]
+  limit = plan.limit if refs.limit is None else refs.limit[b]
+  q = i * plan.t + offset, i * plan.t + offset + plan.t - 1
+  k = j * plan.s, j * plan.s + plan.s - 1
+  some, every = tiles.overlap(config, q, k, limit)
+  if refs.query_segment is not None or refs.query_span is not None:
+    every = False
+
+  def mask(shape, axis, of_query, of_key):
+    iota = functools.partial(jax.lax.broadcasted_iota, jnp.int32, shape)
+    return tiles.visible(
+      config,
+      tiles.Side(iota(axis) + q[0], *of_query),
+      tiles.Side(iota(1 - axis) + k[0], *of_key),
+      limit,
+    )
+
+  run = lambda when, what: (
+    step(what) if when is True else pl.when(when)(lambda: step(what))
+  )
+  if every is True:
+    run(some, None)
+  elif every is False:
+    run(some, mask)
+  else:
+    run(every, None)
+    run(some & jnp.logical_not(every), mask)
+
+
+def _near(plan: _Plan) -> Callable[..., Any]:
+  """Tile of keys to fetch at (i, j): for a skipped one, the nearest needed."""
+  config = plan.config
+  if config.offset is None or not (config.causal or config.window):
+    return lambda i, j: j
+
+  def clamp(i, j):
+    first = i * plan.t + config.offset
+    q = first, first + plan.t - 1
+    low, high = tiles.key_blocks(config, q, None, plan.s, plan.m)
+    return jnp.clip(j, jnp.minimum(low, plan.m - 1), jnp.maximum(high - 1, 0))
+
+  return clamp
+
+
+def _near_query(plan: _Plan) -> Callable[..., Any]:
+  """The same for the tile of queries."""
+  config = plan.config
+  if config.offset is None or not (config.causal or config.window):
+    return lambda i, j: i
+
+  def clamp(i, j):
+    k = j * plan.s, j * plan.s + plan.s - 1
+    offset = config.offset, config.offset
+    low, high = tiles.query_blocks(config, k, offset, plan.t, plan.n)
+    return jnp.clip(i, jnp.minimum(low, plan.n - 1), jnp.maximum(high - 1, 0))
+
+  return clamp
+
+
+def _by_query(plan: _Plan) -> Callable[..., tuple[Any, ...]]:
+  """Grid (b, h, i, j)."""
+  near = _near(plan)
+  share = np.int32(plan.share)
+  return lambda b, h, i, j: (b, h, jax.lax.div(h, share), i, near(i, j))
+
+
+def _by_key(plan: _Plan) -> Callable[..., tuple[Any, ...]]:
+  """Grid (b, g, j, r n + i)."""
+  near, size = _near_query(plan), np.int32(plan.n)
+
+  def locate(b, g, j, step):
+    h = g * plan.share + jax.lax.div(step, size)
+    return b, h, g, near(jax.lax.rem(step, size), j), j
+
+  return locate
+
+
+def _column_scratch(refs: Operands, names: list[str], size: int) -> dict:
+  """VMEM for columns of those operands that are there."""
+  return {
+    name: pltpu.VMEM((size, LANES), getattr(refs, name).dtype)
+    for name in names
+    if getattr(refs, name) is not None
+  }
+
+
+def _fill_columns(refs: Operands, space: dict[str, Any]) -> None:
+  for name, ref in space.items():
+    if name in Operands._fields:
+      ref[...] = _column(getattr(refs, name)[...])
+
+
+def _column_of(space: dict[str, Any], name: str, size: int) -> Any:
+  return _wide(space[name][...], size) if name in space else None
+
+
+def _sides(refs: Operands, space: dict[str, Any], side: str, size: int):
+  """Segment and span of `side`: from columns if they are there, or rows."""
+
+  def take(what):
+    name = f'{side}_{what}'
+    if name in space:
+      return _column_of(space, name, size)
+    ref = getattr(refs, name)
+    return None if ref is None else ref[...]
+
+  return take('segment'), take('span')
+
+
+def _query_logits(
+  config: Config,
+  plan: _Plan,
+  refs: Operands,
+  space: dict[str, Any],
+  k: jax.Array,
+  mask: Any,
+) -> jax.Array:
+  """[t, s]."""
+  x = dot(refs.q[...], k, transpose=True) * (config.scale * tiles.LOG2E)
+  if refs.bias is not None:
+    x += refs.bias[...]
+  if mask is None:
+    return x
+  seen = mask(
+    x.shape,
+    0,
+    _sides(refs, space, 'query', plan.s),
+    _sides(refs, space, 'key', plan.s),
+  )
+  return x if seen is None else jnp.where(seen, x, -jnp.inf)
+
+
+def _forward_body(refs, outputs, space, *, plan):
+  config, (out, lse) = plan.config, outputs
+  i, j = pl.program_id(2), pl.program_id(3)
+  peak, total, acc = space['peak'], space['total'], space['acc']
+
+  @pl.when(j == 0)
+  def _():
+    peak[...] = jnp.full_like(peak, -jnp.inf)
+    total[...] = jnp.zeros_like(total)
+    acc[...] = jnp.zeros_like(acc)
+    _fill_columns(refs, space)
+
+  def step(mask):
+    x = _query_logits(config, plan, refs, space, _keys(refs), mask)
+    weights, decay, peak[...], total[...] = tiles.softmax_step(
+      x,
+      peak[...],
+      total[...],
+      1,
+      jnp.exp2,
+      lambda shift: _wide(shift, plan.s),
+    )
+    decayed = acc[...] * _wide(decay, acc.shape[1])
+    acc[...] = decayed + dot(weights, refs.v[...])
+
+  _over_tiles(config, plan, refs, i, j, step)
+
+  @pl.when(j == plan.m - 1)
+  def _():
+    seen = total[...] > 0
+    safe = jnp.where(seen, total[...], 1.0)
+    out[...] = (acc[...] / _wide(safe, acc.shape[1])).astype(out.dtype)
+    natural = peak[...] / tiles.LOG2E + jnp.log(safe)
+    lse[...] = _row(jnp.where(seen, natural, -jnp.inf))
+
+
+def forward(
+  config: Config,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  bias: jax.Array | None,
+  table: jax.Array | None,
+  rows: Rows,
+  interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+  """The function of `reference.forward`."""
+  plan, operands = _prepare(config, False, q, k, v, bias, table, rows)
+  batch, heads, queries = q.shape[0], q.shape[2], plan.t * plan.n
+  values = operands.v.shape[-1]
+  out, lse = _launch(
+    _forward_body,
+    plan,
+    operands,
+    _by_query(plan),
+    (batch, heads, plan.n, plan.m),
+    [
+      (
+        jax.ShapeDtypeStruct((batch, heads, queries, values), v.dtype),
+        pl.BlockSpec(
+          (None, None, plan.t, values), lambda b, h, i, j: (b, h, i, 0)
+        ),
+      ),
+      (
+        jax.ShapeDtypeStruct((batch, heads, 1, queries), jnp.float32),
+        pl.BlockSpec((None, None, 1, plan.t), lambda b, h, i, j: (b, h, 0, i)),
+      ),
+    ],
+    {
+      'peak': pltpu.VMEM((plan.t, LANES), jnp.float32),
+      'total': pltpu.VMEM((plan.t, LANES), jnp.float32),
+      'acc': pltpu.VMEM((plan.t, values), jnp.float32),
+      **_column_scratch(operands, ['query_segment', 'query_span'], plan.t),
+    },
+    'attention_forward',
+    interpret,
+  )
+  out = jnp.swapaxes(out[:, :, : q.shape[1], : v.shape[-1]], 1, 2)
+  return out, lse[:, :, 0, : q.shape[1]]
+
+
+def _dq_body(refs, outputs, space, *, plan):
+  config, acc = plan.config, space['acc']
+  i, j = pl.program_id(2), pl.program_id(3)
+
+  @pl.when(j == 0)
+  def _():
+    acc[...] = jnp.zeros_like(acc)
+    _fill_columns(refs, space)
+
+  def step(mask):
+    k = _keys(refs)
+    x = _query_logits(config, plan, refs, space, k, mask)
+    weights = jnp.exp2(x - _column_of(space, 'lse', plan.s))
+    slope = dot(refs.g[...], refs.v[...], transpose=True)
+    slope = weights * (slope - _column_of(space, 'delta', plan.s))
+    acc[...] += dot(slope, k)
+
+  _over_tiles(config, plan, refs, i, j, step)
+
+  @pl.when(j == plan.m - 1)
+  def _():
+    outputs[0][...] = (acc[...] * config.scale).astype(outputs[0].dtype)
+
+
+def _dkv_body(refs, outputs, space, *, plan):
+  config = plan.config
+  j, count = pl.program_id(2), pl.program_id(3)
+  i = jax.lax.rem(count, np.int32(plan.n))
+  keys, dk, dv = space['keys'], space['dk'], space['dv']
+
+  @pl.when(count == 0)
+  def _():
+    for name in ('dk', 'dv', 'db'):
+      if name in space:
+        space[name][...] = jnp.zeros_like(space[name])
+    keys[...] = _keys(refs)
+    _fill_columns(refs, space)
+
+  def step(mask):
+    q, g = refs.q[...], refs.g[...]
+    x = dot(keys[...], q, transpose=True) * (config.scale * tiles.LOG2E)
+    if refs.bias is not None:
+      x += _column_of(space, 'bias', plan.t)
+    if mask is not None:
+      sides = [_sides(refs, space, side, plan.t) for side in ('query', 'key')]
+      seen = mask(x.shape, 1, *sides)
+      x = x if seen is None else jnp.where(seen, x, -jnp.inf)
+    weights = jnp.exp2(x - refs.lse[...])
+    dv[...] += dot(weights, g)
+    slope = dot(refs.v[...], g, transpose=True)
+    slope = weights * (slope - refs.delta[...])
+    if 'db' in space:
+      parts = jnp.split(slope, plan.t // LANES, 1)
+      space['db'][...] += functools.reduce(jnp.add, parts)
+    dk[...] += dot(slope, q)
+
+  _over_tiles(config, plan, refs, i, j, step)
+
+  @pl.when(count == plan.n * plan.share - 1)
+  def _():
+    total = dk[...] * config.scale
+    if refs.table is not None:
+      total = _rotate(total, refs.table[...], back=True)
+    outputs[0][...] = total.astype(outputs[0].dtype)
+    outputs[1][...] = dv[...].astype(outputs[1].dtype)
+    if 'db' in space:
+      column = jnp.sum(space['db'][...], 1, keepdims=True)
+      outputs[2][...] = _row(jnp.broadcast_to(column, (plan.s, LANES)))
+
+
+def _dq(
+  plan: _Plan, operands: Operands, dtype: Any, interpret: Any
+) -> jax.Array:
+  """[B, H, n t, D]."""
+  batch, heads, queries, dim = operands.q.shape
+  columns = ['query_segment', 'query_span', 'lse', 'delta']
+  (dq,) = _launch(
+    _dq_body,
+    plan,
+    operands,
+    _by_query(plan),
+    (batch, heads, plan.n, plan.m),
+    [
+      (
+        jax.ShapeDtypeStruct((batch, heads, queries, dim), dtype),
+        pl.BlockSpec(
+          (None, None, plan.t, dim), lambda b, h, i, j: (b, h, i, 0)
+        ),
+      )
+    ],
+    {
+      'acc': pltpu.VMEM((plan.t, dim), jnp.float32),
+      **_column_scratch(operands, columns, plan.t),
+    },
+    'attention_dq',
+    interpret,
+  )
+  return dq
+
+
+def _dkv(
+  plan: _Plan, operands: Operands, dtype: Any, interpret: Any
+) -> list[jax.Array]:
+  """[B, G, m s, D], [B, G, m s, V] and, with a bias, [B, G, 1, m s]."""
+  batch, groups, keys, dim = operands.k.shape
+  values = operands.v.shape[-1]
+  columns = ['key_segment', 'key_span', 'bias']
+  scratch = {
+    'keys': pltpu.VMEM((plan.s, dim), dtype),
+    'dk': pltpu.VMEM((plan.s, dim), jnp.float32),
+    'dv': pltpu.VMEM((plan.s, values), jnp.float32),
+    **_column_scratch(operands, columns, plan.s),
+  }
+  outputs = [
+    (
+      jax.ShapeDtypeStruct((batch, groups, keys, width), dtype),
+      pl.BlockSpec(
+        (None, None, plan.s, width), lambda b, g, j, n: (b, g, j, 0)
+      ),
+    )
+    for width in (dim, values)
+  ]
+  if operands.bias is not None:
+    scratch['db'] = pltpu.VMEM((plan.s, LANES), jnp.float32)
+    outputs.append(
+      (
+        jax.ShapeDtypeStruct((batch, groups, 1, keys), jnp.float32),
+        pl.BlockSpec((None, None, 1, plan.s), lambda b, g, j, n: (b, g, 0, j)),
+      )
+    )
+  return _launch(
+    _dkv_body,
+    plan,
+    operands,
+    _by_key(plan),
+    (batch, groups, plan.m, plan.n * plan.share),
+    outputs,
+    scratch,
+    'attention_dkv',
+    interpret,
+  )
+
+
+def backward(
+  config: Config,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  bias: jax.Array | None,
+  table: jax.Array | None,
+  rows: Rows,
+  lse: jax.Array,
+  delta: jax.Array,
+  g: jax.Array,
+  interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+  """The function of `xla.backward`."""
+  plan, operands = _prepare(config, True, q, k, v, bias, table, rows)
+  queries, keys, dim = q.shape[1], k.shape[1], q.shape[3]
+  tall = plan.t * plan.n
+  operands = operands._replace(
+    lse=_pad_row(lse * tiles.LOG2E, tall, jnp.inf),
+    delta=_pad_row(delta, tall),
+    g=_heads(g, tall, False),
+  )
+  dq = _dq(plan, operands, q.dtype, interpret)
+  dk, dv, *db = _dkv(plan, operands, k.dtype, interpret)
+  halves = table is not None
+  cut = lambda x, rows, size, halves: jnp.swapaxes(
+    cut_features(x[:, :, :rows], size, halves), 1, 2
+  )
+  return (
+    cut(dq, queries, dim, halves),
+    cut(dk, keys, dim, halves),
+    cut(dv, keys, v.shape[-1], False),
+    db[0][:, :, 0, :keys] if db else None,
+  )

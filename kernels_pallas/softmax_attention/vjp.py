@@ -1,0 +1,139 @@
+"""Softmax attention with a backward pass of its own, on any platform.
+
+Axes: B sequences, T queries, S keys, H query heads, G key heads, D and V
+features.
+
+With weights p_ts, cotangent g_t of out_t and c_t of lse_t, and
+delta_t = <g_t, out_t> - c_t, the logits have the gradient
+p_ts (<g_t, v_s> - delta_t), which needs of the forward pass only lse_t.
+"""
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.softmax_attention import xla
+from kernels_pallas.softmax_attention.options import Config, Rows
+from kernels_pallas.softmax_attention.sharding import (
+  Split,
+  find_split,
+  over_mesh,
+)
+
+__all__ = ['core', 'refusal']
+
+# The largest head of the Pallas bodies.
+LARGEST_DIM = 256
+
+
+def refusal(q: jax.Array, v: jax.Array) -> str | None:
+  """Why the Pallas bodies do not take these operands, or None."""
+  if q.dtype not in (jnp.float32, jnp.bfloat16):
+    return f'dtype {q.dtype} is neither float32 nor bfloat16'
+  dim = max(q.shape[-1], v.shape[-1])
+  if dim > LARGEST_DIM:
+    return f'a head of {dim} features has more than {LARGEST_DIM}'
+  return None
+
+
+def _call(
+  name: str, config: Config, implementation: str | None, args: tuple[Any, ...]
+) -> Any:
+  """Resolved at lowering, so that cross-compiling picks the right body."""
+  plain = functools.partial(getattr(xla, name), config)
+  q, v = args[0], args[2]
+  if implementation == 'xla' or (implementation is None and refusal(q, v)):
+    return plain(*args)
+  # The bodies are imported where they are asked for: Triton's may be gone.
+  from kernels_pallas.softmax_attention import gpu, tpu
+
+  def body(module: ModuleType, interpret: bool = False) -> Callable[..., Any]:
+    return functools.partial(getattr(module, name), config, interpret=interpret)
+
+  if implementation == 'interpret':
+    return body(tpu, True)(*args)
+  if implementation == 'interpret_gpu':
+    return body(gpu, True)(*args)
+  branches = {'tpu': body(tpu), 'cuda': body(gpu)}
+  if implementation is None:
+    branches['default'] = plain
+  return jax.lax.platform_dependent(*args, **branches)
+
+
+def _specs(split: Split, args: tuple[Any, ...]) -> tuple[Any, ...]:
+  """Of q, k, v, bias, table, rows."""
+  _, _, _, bias, table, rows = args
+  heads = split.spec('b', None, 'h', None)
+  return (
+    heads,
+    heads,
+    heads,
+    None if bias is None else split.spec('b', None),
+    None if table is None else split.spec('b', None, None),
+    jax.tree.map(lambda x: split.spec('b', *[None] * (x.ndim - 1)), rows),
+  )
+
+
+def _forward(
+  config: Config, implementation: str | None, *args: Any
+) -> tuple[jax.Array, jax.Array]:
+  split = find_split(args[0].shape[0], args[1].shape[2])
+  function = lambda *a: _call('forward', config, implementation, a)
+  if split is not None:
+    outputs = split.spec('b', None, 'h', None), split.spec('b', 'h', None)
+    function = over_mesh(function, split, _specs(split, args), outputs)
+  return function(*args)
+
+
+def _backward(
+  config: Config, implementation: str | None, *args: Any
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+  split = find_split(args[0].shape[0], args[1].shape[2])
+  function = lambda *a: _call('backward', config, implementation, a)
+  if split is not None:
+    heads, rows = split.spec('b', None, 'h', None), split.spec('b', 'h', None)
+    inputs = *_specs(split, args[:6]), rows, rows, heads
+    outputs = heads, heads, heads, None if args[3] is None else rows
+    function = over_mesh(function, split, inputs, outputs)
+  return function(*args)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def core(
+  config: Config,
+  implementation: str | None,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  bias: jax.Array | None,
+  table: jax.Array | None,
+  rows: Rows,
+) -> tuple[jax.Array, jax.Array]:
+  """The function of `reference.forward` on the platform of the program."""
+  return _forward(config, implementation, q, k, v, bias, table, rows)
+
+
+def _core_forward(config, implementation, *args):
+  out, lse = _forward(config, implementation, *args)
+  return (out, lse), (args, out, lse)
+
+
+def _core_backward(config, implementation, residual, cotangents):
+  args, out, lse = residual
+  g, of_lse = cotangents
+  delta = jnp.einsum('bthv,bthv->bht', g, out, preferred_element_type=lse.dtype)
+  # A query that sees no key has lse = -inf; its weights are exp(-inf) = 0.
+  safe = jnp.where(lse == -jnp.inf, jnp.inf, lse)
+  dq, dk, dv, db = _backward(
+    config, implementation, *args, safe, delta - of_lse, g
+  )
+  bias = args[3]
+  db = None if db is None else db.sum(1).astype(bias.dtype)
+  return dq, dk, dv, db, None, None
+
+
+core.defvjp(_core_forward, _core_backward)

@@ -1,0 +1,304 @@
+"""Softmax attention as loops over tiles in plain jnp, in bounded memory.
+
+Axes: B sequences, H = G R query heads, n blocks of t queries, m blocks of s
+keys, D and V features.
+
+No tile outside the causal triangle or the window is visited. The backward pass
+computes each tile once more from the logarithm of its sums.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas.softmax_attention import tiles
+from kernels_pallas.softmax_attention.options import Blocks, Config, Rows
+from kernels_pallas.softmax_attention.reference import key_limit
+
+__all__ = ['backward', 'forward']
+
+# A tile of logits of one head then stays in the second-level cache.
+_BLOCKS = Blocks(query=256, key=512)
+
+
+class _Queries(NamedTuple):
+  """Blocks of queries: [n, B, G, R, t, ...] and their integers."""
+
+  values: jax.Array
+  segment: jax.Array | None
+  span: jax.Array | None
+
+
+class _Keys(NamedTuple):
+  """Blocks of keys: [m, B, G, s, ...] and what belongs to each key."""
+
+  k: jax.Array
+  v: jax.Array
+  bias: jax.Array | None
+  segment: jax.Array | None
+  span: jax.Array | None
+
+
+class _Plan(NamedTuple):
+  """Sizes of the loops, and where things lie."""
+
+  config: Config
+  queries: int
+  keys: int
+  t: int
+  n: int
+  s: int
+  m: int
+  # First query among the keys: [B, 1, 1, 1, 1] or an int; smallest, largest.
+  offset: Any
+  offsets: tuple[Any, Any]
+  # Number of keys: [B, 1, 1, 1, 1], an int or None; the largest.
+  limit: Any
+  furthest: Any
+
+
+def _plan(config: Config, rows: Rows, queries: int, keys: int) -> _Plan:
+  blocks = config.blocks or _BLOCKS
+  t, n = tiles.split_evenly(queries, blocks.query, 1)
+  s, m = tiles.split_evenly(keys, blocks.key, 1)
+  offset, offsets = config.offset, (config.offset, config.offset)
+  if rows.offset is not None:
+    offset = rows.offset[:, None, None, None, None]
+    offsets = rows.offset.min(), rows.offset.max()
+  limit = furthest = key_limit(rows, config, keys, queries, m * s - keys)
+  if rows.lengths is not None:
+    limit, furthest = limit[:, None, None, None, None], limit.max()
+  return _Plan(
+    config, queries, keys, t, n, s, m, offset, offsets, limit, furthest
+  )
+
+
+def _cut(x: jax.Array, block: int, count: int, fill: float = 0) -> jax.Array:
+  """[B, N, ...] -> [count, B, block, ...], padded with `fill`."""
+  pad = block * count - x.shape[1]
+  if pad:
+    pads = ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2)
+    x = jnp.pad(x, pads, constant_values=fill)
+  x = x.reshape(x.shape[0], count, block, *x.shape[2:])
+  return jnp.moveaxis(x, 1, 0)
+
+
+def _cut_heads(
+  x: jax.Array, plan: _Plan, groups: int, fill: float = 0
+) -> jax.Array:
+  """[B, T, H, ...] -> [n, B, G, R, t, ...]."""
+  x = _cut(x, plan.t, plan.n, fill)
+  x = x.reshape(*x.shape[:3], groups, -1, *x.shape[4:])
+  return jnp.moveaxis(x, 2, 4)
+
+
+def _join_heads(x: jax.Array, plan: _Plan) -> jax.Array:
+  """[n, B, G, R, t, ...] -> [B, T, H, ...]."""
+  x = jnp.moveaxis(x, (0, 4), (1, 2))
+  x = x.reshape(x.shape[0], plan.n * plan.t, -1, *x.shape[5:])
+  return x[:, : plan.queries]
+
+
+def _queries(q: jax.Array, rows: Rows, plan: _Plan, groups: int) -> _Queries:
+  cut = lambda x: _cut(x, plan.t, plan.n)
+  frame = lambda x: None if x is None else cut(x)[:, :, None, None, :, None]
+  values = _cut_heads(q, plan, groups)
+  return _Queries(values, frame(rows.query_segment), frame(rows.query_span))
+
+
+def _keys(
+  k: jax.Array, v: jax.Array, bias: jax.Array | None, rows: Rows, plan: _Plan
+) -> _Keys:
+  cut = lambda x: _cut(x, plan.s, plan.m)
+  frame = lambda x: None if x is None else cut(x)[:, :, None, None, None]
+  heads = lambda x: jnp.moveaxis(cut(x), 2, 3)
+  segment, span = frame(rows.key_segment), frame(rows.key_span)
+  return _Keys(heads(k), heads(v), frame(bias), segment, span)
+
+
+def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+  """Sums in float32 or wider, operands in the dtype of b."""
+  return jnp.einsum(
+    subscripts,
+    a.astype(b.dtype),
+    b,
+    preferred_element_type=jnp.promote_types(b.dtype, jnp.float32),
+    precision=tiles.precision(b.dtype),
+  )
+
+
+def _logits(
+  plan: _Plan, q: _Queries, k: _Keys, i: jax.Array, j: jax.Array
+) -> jax.Array:
+  """[B, G, R, t, s], -inf where masked."""
+  x = _dot('bgrtd,bgsd->bgrts', q.values, k.k) * plan.config.scale
+  if k.bias is not None:
+    x += k.bias.astype(x.dtype)
+  column = jnp.arange(plan.t)[None, None, None, :, None] + i * plan.t
+  row = jnp.arange(plan.s)[None, None, None, None] + j * plan.s
+  mask = tiles.visible(
+    plan.config,
+    tiles.Side(column + plan.offset, q.segment, q.span),
+    tiles.Side(row, k.segment, k.span),
+    plan.limit,
+  )
+  return x if mask is None else jnp.where(mask, x, -jnp.inf)
+
+
+def _pick(blocks: Any, index: jax.Array) -> Any:
+  take = lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
+  return jax.tree.map(take, blocks)
+
+
+def forward(
+  config: Config,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  bias: jax.Array | None,
+  table: jax.Array | None,
+  rows: Rows,
+) -> tuple[jax.Array, jax.Array]:
+  """The function of `reference.forward`."""
+  groups = k.shape[2]
+  plan = _plan(config, rows, q.shape[1], k.shape[1])
+  if table is not None:
+    k = tiles.rotate(k, table[:, :, None])
+  keys = _keys(k, v, bias, rows, plan)
+  wide = jnp.promote_types(q.dtype, jnp.float32)
+
+  def block(i, queries):
+    first = i * plan.t
+    low, high = tiles.key_blocks(
+      config,
+      (first + plan.offsets[0], first + plan.t - 1 + plan.offsets[1]),
+      plan.furthest,
+      plan.s,
+      plan.m,
+    )
+
+    def add(j, carry):
+      peak, total, out = carry
+      tile = _pick(keys, j)
+      logits = _logits(plan, queries, tile, i, j)
+      weights, decay, peak, total = tiles.softmax_step(
+        logits, peak, total, -1, jnp.exp
+      )
+      out = out * decay + _dot('bgrts,bgsv->bgrtv', weights, tile.v)
+      return peak, total, out
+
+    shape = queries.values.shape[:-1]
+    start = (
+      jnp.full((*shape, 1), -jnp.inf, wide),
+      jnp.zeros((*shape, 1), wide),
+      jnp.zeros((*shape, v.shape[-1]), wide),
+    )
+    peak, total, out = jax.lax.fori_loop(low, high, add, start)
+    seen = total > 0
+    total = jnp.where(seen, total, 1.0)
+    lse = jnp.where(seen, peak + jnp.log(total), -jnp.inf)
+    return (out / total).astype(v.dtype), lse[..., 0]
+
+  out, lse = jax.lax.map(
+    lambda x: block(*x), (jnp.arange(plan.n), _queries(q, rows, plan, groups))
+  )
+  return _join_heads(out, plan), jnp.swapaxes(_join_heads(lse, plan), 1, 2)
+
+
+def backward(
+  config: Config,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  bias: jax.Array | None,
+  table: jax.Array | None,
+  rows: Rows,
+  lse: jax.Array,
+  delta: jax.Array,
+  g: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+  """Gradients of q, k, v and, per key head, of the bias.
+
+  Args:
+    config: as in `forward`, like the next six.
+    q: [B, T, H, D].
+    k: [B, S, G, D].
+    v: [B, S, G, V].
+    bias: [B, S] or None.
+    table: [B, S, D] or None.
+    rows: integers of the mask.
+    lse: [B, H, T], of `forward`, but +inf where no key is visible.
+    delta: [B, H, T], <g, out> less the cotangent of lse.
+    g: [B, T, H, V], cotangent of out.
+
+  Returns:
+    dq, dk, dv like q, k, v; the gradient of the bias [B, G, S], float32 or
+    wider, or None.
+  """
+  groups = k.shape[2]
+  plan = _plan(config, rows, q.shape[1], k.shape[1])
+  rotated = k if table is None else tiles.rotate(k, table[:, :, None])
+  keys = _keys(rotated, v, bias, rows, plan)
+  queries = _queries(q, rows, plan, groups)
+  # [B, H, T] -> [n, B, G, R, t, 1]; a query of padding has no weights.
+  column = lambda x, fill: _cut_heads(
+    jnp.swapaxes(x, 1, 2), plan, groups, fill
+  )[..., None]
+  per_query = (
+    queries,
+    column(lse, jnp.inf),
+    column(delta, 0.0),
+    _cut_heads(g, plan, groups),
+  )
+  wide = lse.dtype
+
+  def block(dq, item):
+    j, tile = item
+    low, high = tiles.query_blocks(
+      config,
+      (j * plan.s, (j + 1) * plan.s - 1),
+      plan.offsets,
+      plan.t,
+      plan.n,
+    )
+
+    def add(i, carry):
+      dq, dk, dv, db = carry
+      mine, lse, delta, g = _pick(per_query, i)
+      weights = jnp.exp(_logits(plan, mine, tile, i, j) - lse)
+      dv += _dot('bgrts,bgrtv->bgsv', weights, g)
+      slope = weights * (_dot('bgrtv,bgsv->bgrts', g, tile.v) - delta)
+      if bias is not None:
+        db += slope.sum((2, 3))
+      slope = slope * config.scale
+      dk += _dot('bgrts,bgrtd->bgsd', slope, mine.values)
+      old = jax.lax.dynamic_index_in_dim(dq, i, 0, keepdims=False)
+      new = old + _dot('bgrts,bgsd->bgrtd', slope, tile.k)
+      dq = jax.lax.dynamic_update_index_in_dim(dq, new, i, 0)
+      return dq, dk, dv, db
+
+    start = (
+      dq,
+      jnp.zeros(tile.k.shape, wide),
+      jnp.zeros(tile.v.shape, wide),
+      None if bias is None else jnp.zeros(tile.k.shape[:-1], wide),
+    )
+    dq, dk, dv, db = jax.lax.fori_loop(low, high, add, start)
+    return dq, (dk.astype(k.dtype), dv.astype(v.dtype), db)
+
+  dq = jnp.zeros(queries.values.shape, wide)
+  dq, (dk, dv, db) = jax.lax.scan(block, dq, (jnp.arange(plan.m), keys))
+  # [m, B, G, s, ...] -> [B, S, G, ...]
+  join = lambda x: _join(jnp.moveaxis(x, 3, 2), k.shape[1])
+  dk = join(dk)
+  if table is not None:
+    dk = tiles.rotate(dk, table[:, :, None], back=True)
+  db = None if db is None else jnp.swapaxes(join(db), 1, 2)
+  return _join_heads(dq, plan).astype(q.dtype), dk, join(dv), db
+
+
+def _join(x: jax.Array, size: int) -> jax.Array:
+  """[count, B, block, ...] -> [B, size, ...]."""
+  x = jnp.moveaxis(x, 0, 1)
+  return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :size]

@@ -1,0 +1,106 @@
+"""The compilers of real chips take the kernels and their gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kernels_pallas.softmax_attention import Rope, Spans, attention
+from kernels_pallas.softmax_attention.shapes import SHAPES
+from tests.kernels_pallas import gpu_targets
+
+pytestmark = pytest.mark.aot
+
+TPUS = ['v4:2x2x1', 'v5e:2x2', 'v5p:2x2x1', 'v6e:2x2', 'tpu7x:2x2x1']
+# Shape, dtype, options that are known, arrays that are not.
+CALLS = {
+  'causal': ('prefill', 'bfloat16', {'causal': True}, []),
+  'everything': (
+    'chunk',
+    'bfloat16',
+    {'causal': True, 'window': 4096, 'rope': Rope()},
+    ['query_offset', 'lengths', 'segment_ids', 'spans', 'key_bias'],
+  ),
+  'slide': ('slide', 'bfloat16', {}, ['segment_ids']),
+  'single': ('wide', 'float32', {'rope': Rope(interleaved=True)}, ['key_bias']),
+  'decode': ('decode', 'bfloat16', {}, ['lengths']),
+}
+
+
+def program(call):
+  """Gradients of all operands, and the (shape, dtype) of each."""
+  name, dtype, fixed, names = CALLS[call]
+  b, t, s, h, g, d, v = SHAPES[name]
+  of_query, of_key = ((b, t), jnp.int32), ((b, s), jnp.int32)
+  made = {
+    'query_offset': ((b,), jnp.int32),
+    'lengths': ((b,), jnp.int32),
+    'segment_ids': (of_query, of_key),
+    'spans': (of_query, of_key, ((b, t), jnp.bool_)),
+    'key_bias': ((b, s), jnp.float32),
+  }
+  options = {name: made[name] for name in names}
+  if 'rope' in fixed:
+    options |= {'positions': of_query, 'key_positions': of_key}
+  options['key_bias'] = made['key_bias'] if 'key_bias' in names else None
+  operands = [
+    ((b, t, h, d), dtype),
+    ((b, s, g, d), dtype),
+    ((b, s, g, v), dtype),
+  ]
+  is_shape = lambda x: (
+    isinstance(x, tuple)
+    and isinstance(x[0], tuple)
+    and (not isinstance(x[0][0], tuple))
+  )
+  leaves, tree = jax.tree.flatten((operands, options), is_leaf=is_shape)
+
+  def gradients(*arrays):
+    (q, k, v), options = jax.tree.unflatten(tree, arrays)
+    bias = options.pop('key_bias')
+    if 'spans' in options:
+      options['spans'] = Spans(*options['spans'])
+
+    def loss(q, k, v, bias):
+      out, lse = attention(
+        q, k, v, key_bias=bias, return_lse=True, **options, **fixed
+      )
+      return jnp.sum(out.astype(jnp.float32) ** 2) + jnp.sum(lse)
+
+    wanted = (0, 1, 2) if bias is None else (0, 1, 2, 3)
+    return jax.grad(loss, wanted)(q, k, v, bias)
+
+  return gradients, leaves
+
+
+def compile_for_tpu(chip, function, leaves, spec=None, count=1):
+  """The compiled program's text; arrays whole, or split by `spec`."""
+  pytest.importorskip('libtpu')
+  from jax.experimental import topologies
+
+  topology = topologies.get_topology_desc(chip, 'tpu')
+  mesh = Mesh(np.array(topology.devices[:count]), ('data',))
+  placed = NamedSharding(mesh, spec or P())
+  structs = [jax.ShapeDtypeStruct(*x, sharding=placed) for x in leaves]
+  with jax.set_mesh(mesh):
+    lowered = (
+      jax.jit(function).trace(*structs).lower(lowering_platforms=('tpu',))
+    )
+  return lowered.compile().as_text()
+
+
+@pytest.mark.parametrize('call', CALLS)
+@pytest.mark.parametrize('chip', TPUS)
+def test_tpu(chip, call):
+  text = compile_for_tpu(chip, *program(call))
+  assert text.count('custom_call_target="tpu_custom_call"') == 3
+
+
+@pytest.mark.parametrize('call', CALLS)
+@pytest.mark.parametrize('chip', list(gpu_targets.CHIPS))
+def test_gpu(chip, call):
+  function, leaves = program(call)
+  text = gpu_targets.compile_for_gpu(chip, function, *leaves)
+  assert text.count('__gpu$xla.gpu.triton') == 3

@@ -26,7 +26,11 @@ from tmlib.mil.concept_models import orthogonality
 from tmlib.mil.patch_gcn import softmax_aggregate
 from tmlib.mil.rows import normalise_in_bag, top_instances
 from tmlib.ops.graph import ell_from_grid
-from tmlib.ops.raster import depthwise_on_grid, depthwise_on_square
+from tmlib.ops.raster import (
+  depthwise,
+  depthwise_on_grid,
+  depthwise_on_square,
+)
 
 CLOSE: Any = {'rtol': 1e-5, 'atol': 1e-5}
 
@@ -142,6 +146,22 @@ def test_depthwise_convolutions():
   padded = np.concatenate([coords, np.full((4, 2), 99)]).astype(np.int32)
   got = jax.jit(depthwise_on_grid)(x, padded, jnp.int32(12), kernel)
   np.testing.assert_allclose(got[:12], want, **CLOSE)
+
+
+def test_gradient_of_the_depthwise_convolution():
+  """Against the gradient that is traced through shifted sums."""
+  rng = np.random.default_rng(0)
+  x, y = (rng.normal(size=(4, 3, 2)).astype(np.float32) for _ in range(2))
+  kernel = rng.normal(size=(5, 1, 2)).astype(np.float32)
+
+  def traced(x, kernel):
+    padded = jnp.pad(x, ((2, 2), (0, 0), (0, 0)))
+    return sum(padded[u : u + 4] * kernel[u][None] for u in range(5))
+
+  loss = lambda convolve: lambda *args: jnp.sum(jnp.tanh(convolve(*args)) * y)
+  grad = lambda f: jax.jit(jax.grad(loss(f), argnums=(0, 1)))(x, kernel)
+  for got, want in zip(grad(depthwise), grad(traced), strict=True):
+    np.testing.assert_allclose(got, want, **CLOSE)
 
 
 def test_pseudo_inverse():

@@ -10,11 +10,12 @@ front by F = m l - count zero tokens, which count as keys and in the means:
 they enter here as numbers, not as rows.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from tmlib.ops.raster import depthwise
 
 __all__ = [
   'NystromParams',
@@ -202,9 +203,7 @@ def nystrom_first_token(
 
 def _convolve(values: jax.Array, taps: jax.Array) -> jax.Array:
   """out_t = sum_w taps_w values_{t + w - W // 2}, zeros outside; per head."""
-  size, half = values.shape[0], taps.shape[0] // 2
-  padded = jnp.pad(values, ((half, half), (0, 0), (0, 0)))
-  parts = (
-    padded[w : w + size] * taps[w][None, :, None] for w in range(2 * half + 1)
-  )
-  return functools.reduce(jnp.add, parts)
+  size, _, width = values.shape
+  kernel = jnp.repeat(taps, width, 1)[:, None]  # [W, 1, E]
+  flat = depthwise(values.reshape(size, 1, -1), kernel)
+  return flat.reshape(values.shape)

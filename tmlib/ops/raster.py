@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-__all__ = ['depthwise_on_grid', 'depthwise_on_square']
+__all__ = ['depthwise', 'depthwise_on_grid', 'depthwise_on_square']
 
 
 def depthwise_on_square(
@@ -34,7 +34,7 @@ def depthwise_on_square(
   inside = (row < side) & (column < side)
   raster = patches[jnp.clip(row * side + column, 0, max(size - 1, 0))]
   raster = jnp.where(inside[:, None], raster, 0)
-  raster = _depthwise(raster.reshape(largest, largest, features), kernel)
+  raster = depthwise(raster.reshape(largest, largest, features), kernel)
   row, column = jnp.divmod(jnp.arange(size), jnp.maximum(side, 1))
   place = jnp.clip(row * largest + column, 0, max(size - 1, 0))
   return raster.reshape(size, features)[place]
@@ -80,14 +80,44 @@ def depthwise_on_grid(
   return jax.lax.scan(add, jnp.zeros_like(patches), taps)[0]
 
 
-def _depthwise(raster: jax.Array, kernel: jax.Array) -> jax.Array:
-  """[I, J, E] with [W, W, E], zeros outside."""
-  rows, columns, _ = raster.shape
-  reach = kernel.shape[0] // 2
-  padded = jnp.pad(raster, ((reach, reach), (reach, reach), (0, 0)))
-  parts = (
-    padded[u : u + rows, v : v + columns] * kernel[u, v][None, None]
-    for u in range(kernel.shape[0])
-    for v in range(kernel.shape[1])
+@jax.custom_vjp
+def depthwise(raster: jax.Array, kernel: jax.Array) -> jax.Array:
+  """Correlation of each feature with its own kernel, zeros outside.
+
+  Its gradient is written down, not traced: a sum of shifted products whose
+  transpose would hold one padded copy of the raster per tap.
+
+  Args:
+    raster: [I, J, E].
+    kernel: [U, V, E], U and V odd.
+
+  Returns:
+    [I, J, E].
+  """
+  return functools.reduce(
+    jnp.add, [part * tap[None, None] for part, tap in _taps(raster, kernel)]
   )
-  return functools.reduce(jnp.add, parts)
+
+
+def _taps(raster, kernel):
+  """Pairs of a shifted raster [I, J, E] and its tap [E]."""
+  rows, columns, _ = raster.shape
+  up, left = kernel.shape[0] // 2, kernel.shape[1] // 2
+  padded = jnp.pad(raster, ((up, up), (left, left), (0, 0)))
+  for u in range(kernel.shape[0]):
+    for v in range(kernel.shape[1]):
+      yield padded[u : u + rows, v : v + columns], kernel[u, v]
+
+
+def _depthwise_forward(raster, kernel):
+  return depthwise(raster, kernel), (raster, kernel)
+
+
+def _depthwise_backward(saved, grad):
+  raster, kernel = saved
+  by_tap = [jnp.sum(part * grad, (0, 1)) for part, _ in _taps(raster, kernel)]
+  by_tap = jnp.stack(by_tap).reshape(kernel.shape)
+  return depthwise(grad, kernel[::-1, ::-1]), by_tap
+
+
+depthwise.defvjp(_depthwise_forward, _depthwise_backward)

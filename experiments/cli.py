@@ -5,8 +5,10 @@ with one line on stderr and exit code 2, before jax is imported.
 """
 
 import difflib
+import functools
 import importlib
 import importlib.util
+import inspect
 import logging
 import os
 import pathlib
@@ -26,6 +28,7 @@ __all__ = [
   'guard',
   'integers',
   'is_expected',
+  'launch',
   'load_config',
   'parse',
   'quicken',
@@ -52,13 +55,15 @@ def is_expected(error: Exception) -> bool:
     error: an exception that was caught.
 
   Returns:
-    True for OSError, and for a ValueError or TypeError that this project's
-    own code raised; one from the inside of a dependency may be our bug.
+    True for OSError, and for a ValueError, TypeError or ModuleNotFoundError
+    that this project's own code raised; one from the inside of a dependency may
+    be our bug.
   """
   if isinstance(error, OSError):
     return True
+  known = ValueError | TypeError | ModuleNotFoundError
   frames = traceback.extract_tb(error.__traceback__)
-  if not isinstance(error, ValueError | TypeError) or not frames:
+  if not isinstance(error, known) or not frames:
     return False
   return _ours(frames[-1].filename)
 
@@ -311,6 +316,32 @@ def runner(config: config_dict.ConfigDict) -> types.ModuleType:
       + _meant(str(name), known)
     )
   return importlib.import_module(f'experiments.{name}')
+
+
+def launch(run: Callable[..., int], values: flags.FlagValues) -> int:
+  """Hands the runner of the config to `run`.
+
+  Args:
+    run: `tmlib.train.run`.
+    values: the parsed flags.
+
+  Returns:
+    Exit code.
+  """
+  module, workdir = runner(values.config), pathlib.Path(values.workdir)
+  if values.mode == 'predict' and hasattr(module, 'predict'):
+    # Data that training has not seen, such as slides without labels.
+    return module.predict(values.config, workdir)
+  make = module.make
+  if 'workdir' in inspect.signature(make).parameters and values.workdir:
+    make = functools.partial(make, workdir=workdir)
+  return run(
+    make,
+    values.config,
+    workdir=values.workdir,
+    mode=values.mode,
+    allow_config_change=values.allow_config_change,
+  )
 
 
 def quicken(spec: str) -> None:

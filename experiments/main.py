@@ -41,13 +41,7 @@ def _run() -> int | None:
 
   if FLAGS.distributed:
     cli.connect()
-  return run(
-    cli.runner(FLAGS.config).make,
-    FLAGS.config,
-    workdir=FLAGS.workdir,
-    mode=FLAGS.mode,
-    allow_config_change=FLAGS.allow_config_change,
-  )
+  return cli.launch(run, FLAGS)
 
 
 def main(argv: list[str]) -> int | None:

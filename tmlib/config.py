@@ -76,5 +76,6 @@ def identity(config: ConfigDict) -> dict:
   found = config.to_dict()
   train = found.pop('train', {})
   found.pop('report', None)
+  found.pop('predict', None)
   found['train'] = {name: train[name] for name in _FIXED if name in train}
   return found

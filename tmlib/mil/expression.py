@@ -56,8 +56,8 @@ def regression_method(
   Raises:
     ValueError: a scale that is not positive.
   """
-  center = np.asarray(center, np.float32)
-  scale = np.asarray(scale, np.float32)
+  center = np.atleast_2d(np.asarray(center, np.float32))
+  scale = np.atleast_2d(np.asarray(scale, np.float32))
   if not (np.isfinite(scale) & (scale > 0)).all():
     raise ValueError('scale must be positive; give 1 for constant targets')
 

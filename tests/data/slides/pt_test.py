@@ -14,7 +14,7 @@ from tmlib.data import read_pt
 from tmlib.data.slides import SlideFileError, UnsafeFileError, read_slide
 
 # Written by Torch 2: {'features': x[1:, ::2] as float16, 'coords': int64
-# [3, 2], 'epoch': 7} in the old format, x = arange(12).reshape(4, 3) / 2 in float32 ...
+# [3, 2], 'epoch': 7} in the old format, x = arange(12).reshape(4, 3) / 2 ...
 LEGACY = (
   b'c-nnX%SyvQ6wRv-M_cO~cP`_m*fzCfBPdmb@mV*skr0z<6A78#$)uoA=&D%1!4L4)`~<;;la|'
   b'&^aTWt}=G^nRBkdhUKOYz02hX2(`_++l{iVx$2#QH6ilX#66U<|gGoU;PSq!Qqkdpj~LLnmR('

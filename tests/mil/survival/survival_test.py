@@ -365,7 +365,9 @@ def test_bins_are_quantiles_of_event_times():
   bins = survival.digitize([0, edges[0], 99, 500], edges)
   np.testing.assert_array_equal(bins, [0, 1, 3, 3])
   with pytest.raises(ValueError, match='coincide'):
-    survival.quantile_bins([1, 1, 1, 5], [1, 1, 1, 1], 4)
+    survival.quantile_bins([1, 1, 1, 5, 6, 7], [1, 1, 1, 1, 1, 1], 4)
+  with pytest.raises(ValueError, match='more than the 2 distinct times'):
+    survival.quantile_bins([1, 1, 5, 9], [1, 1, 1, 0], 3)
   with pytest.raises(ValueError, match='censored'):
     survival.quantile_bins([1, 2], [0, 0])
 

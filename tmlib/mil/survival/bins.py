@@ -23,13 +23,20 @@ def quantile_bins(time: Any, event: Any, num_bins: int = 4) -> np.ndarray:
     [K - 1] float64, ascending inner edges; bin k holds edge k-1 <= t < edge k.
 
   Raises:
-    ValueError: if no event was seen, or quantiles coincide.
+    ValueError: if no event was seen, there are more bins than distinct times
+      of events, or quantiles coincide.
   """
   time, event = check_survival(time, event)
   if num_bins < 2:
     raise ValueError(f'num_bins={num_bins} must be at least 2')
   if not event.any():
     raise ValueError('all patients are censored: there is no event time to bin')
+  distinct = len(np.unique(time[event]))
+  if num_bins > distinct:
+    raise ValueError(
+      f'num_bins={num_bins} is more than the {distinct} distinct times of the '
+      f'{event.sum()} events; use fewer bins'
+    )
   levels = np.arange(1, num_bins) / num_bins
   edges = np.quantile(time[event], levels)
   if len(np.unique(edges)) < len(edges) or edges[0] <= time[event].min():

@@ -119,7 +119,7 @@ def _running(values: jax.Array, first: jax.Array) -> jax.Array:
 
 def _gathered(axis_name: str | None, *arrays: jax.Array) -> list[jax.Array]:
   if axis_name is None:
-    return list(arrays)
+    return [jnp.asarray(x) for x in arrays]
   gather = lambda x: jax.lax.all_gather(x, axis_name, tiled=True)
   return [gather(x) for x in arrays]
 

@@ -66,7 +66,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config.models = MODELS
     config.data.sets = ('ucsb', 'musk1', 'musk2', 'elephant')
   elif arg == 'tiny':
-    config.models = ('gated_abmil', 'clam_sb', 'dsmil')
+    config.models = ('gated_abmil', 'clam_sb')
     config.data.update(sets=('musk1',), folds=3)
     config.train.update(steps=4, runs=1, log_every=2, save_every=2)
     config.model.update(hidden=8, attention=4)

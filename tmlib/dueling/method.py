@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from tmlib.dueling import envs, glm, policies, regret, welfare
 from tmlib.dueling.regret import Regret
-from tmlib.ops.random_words import random_words
+from tmlib.ops.words import random_words
 from tmlib.train.method import Batch, Build, Evaluation, Method, Metrics
 
 __all__ = ['SimulationState', 'bandit_method', 'play']

@@ -6,7 +6,7 @@ import numpy as np
 from jax.extend.random import threefry2x32_p
 from scipy import stats
 
-from tmlib.ops import random_words as rw
+from tmlib.ops import words as rw
 
 
 def test_threefry_is_that_of_jax():

@@ -75,8 +75,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
       steps=20, batch_size=8, runs=1, log_every=10, save_every=10
     )
     config.model.update(
-      dim=8, hidden=8, short=4, half_life_hours=(1.0, 24.0), experts=4,
-      expert_hidden=4,
+      dim=8, hidden=8, dropout=0.0, short=4, half_life_hours=(1.0, 24.0),
+      experts=4, expert_hidden=4,
     )  # fmt: skip
     config.report.bootstrap = 100
   return config

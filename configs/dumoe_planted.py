@@ -40,7 +40,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     )
   )
   config.train.update(
-    steps=300, batch_size=32, runs=5, log_every=100, save_every=100
+    steps=240, batch_size=32, runs=5, log_every=60, save_every=120
   )
   config.optimizer.update(learning_rate=5e-3, weight_decay=1e-3)
   config.model = ConfigDict(
@@ -49,7 +49,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
       heads=2,
       blocks=1,
       hidden=32,
-      dropout=0.1,
+      dropout=0.0,
       short=8,
       half_life_hours=(1.0, 6.0, 24.0, 168.0),
       experts=8,
@@ -71,8 +71,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
       steps=20, batch_size=8, runs=1, log_every=10, save_every=10
     )
     config.model.update(
-      dim=8, hidden=8, short=4, half_life_hours=(6.0, 24.0), experts=4,
-      expert_hidden=4,
+      dim=8, hidden=8, short=4, half_life_hours=(6.0, 24.0),
+      experts=4, expert_hidden=4,
     )  # fmt: skip
     config.report.bootstrap = 100
   return config

@@ -72,8 +72,10 @@ def get_config(arg: str | None = None) -> ConfigDict:
       synthetic=0,
     )
   )
-  # Steps are epochs times batches, unless train.steps says otherwise.
+  # Steps are epochs times batches, and at least min_steps, unless train.steps
+  # says otherwise.
   config.epochs = 20
+  config.min_steps = 300
   config.train.update(steps=0, batch_size=8, log_every=10, keep=1)
   # Reading threads, and bags in a batch of the evaluation.
   config.train.workers = 2

@@ -137,6 +137,7 @@ def _part(
   size = min(config.train.batch_size, _multiple(config, len(fold.train)))
   if steps == 0:
     steps = config.epochs * -(-len(fold.train) // size)
+    steps = max(steps, config.min_steps)
   optimizer, schedule = train.make_optimizer(config.optimizer, steps)
   build = task.build(
     make_network(config, study.dim, task.num_outputs, options),

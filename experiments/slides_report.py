@@ -26,8 +26,8 @@ from tmlib.ops.statistics import bootstrap_interval
 __all__ = ['write']
 
 _NOTE = """
-Each row of the second table is one model on the bags that it never saw; `mean`
-and `std` are over the folds. Nothing was chosen on them: every model takes its
+Each row is one model on the bags that it never saw; `mean` and `std` are over
+the folds. Nothing was chosen on them: every model takes its
 last step, and feature scaling, class weights and bins of time are of training
 bags. `pooled` puts the tested bags of all folds together; its interval is a
 bootstrap over patients ({samples} samples, 95 %, BCa), for these models: it

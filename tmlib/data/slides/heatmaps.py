@@ -50,7 +50,7 @@ def percentile_ranks(scores: Any) -> np.ndarray:
     [N] float64 in (0, 100]; the highest of distinct scores has 100.
   """
   scores = np.asarray(scores, np.float64)
-  return 100 * midranks(scores) / max(scores.size, 1)
+  return 100 * midranks(scores) / max(len(scores), 1)
 
 
 def write_heatmap_csv(path: str | Path, coords: Any, scores: Any) -> None:
@@ -67,7 +67,7 @@ def write_heatmap_csv(path: str | Path, coords: Any, scores: Any) -> None:
     writer = csv.writer(file)
     lead = ['patch'] if coords is None else ['x', 'y']
     writer.writerow([*lead, 'score', 'percentile'])
-    places = range(len(scores)) if coords is None else np.asarray(coords)
+    places: Any = range(len(scores)) if coords is None else np.asarray(coords)
     for place, score, rank in zip(places, scores, ranks, strict=True):
       first = [place] if coords is None else [int(x) for x in place]
       writer.writerow([*first, f'{score:.6g}', f'{rank:.3f}'])
@@ -216,7 +216,8 @@ def region_polygons(cells: Any) -> list[list[np.ndarray]]:
   origin = cells.min(0) - 1
   grid = np.zeros(cells.max(0) - origin + 2, bool)
   grid[tuple((cells - origin).T)] = True
-  labels, count = ndimage.label(grid)
+  labelled: Any = ndimage.label(grid)
+  labels, count = labelled
   pieces = ndimage.find_objects(labels)
   found = []
   for piece in range(count):

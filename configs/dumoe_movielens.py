@@ -31,6 +31,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
       users=0,
       protocols=('item', 'file', 'random', 'time'),
       random_orders=10,
+      first_order=0,
       file_runs=1,
       time_runs=1,
       time_quantile=0.9,
@@ -43,7 +44,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     )
   )
   config.train.update(
-    steps=300, batch_size=32, runs=5, log_every=100, save_every=100
+    steps=600, batch_size=32, runs=5, log_every=100, save_every=100
   )
   config.optimizer.update(learning_rate=5e-3, weight_decay=0.0)
   config.model = ConfigDict(
@@ -58,7 +59,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
       experts=8,
       k=2,
       expert_hidden=32,
-      ahead=5,
+      ahead=3,
       ahead_decay=0.8,
       interest=0.1,
       importance=0.02,

@@ -111,7 +111,8 @@ def groups_of(config) -> list[Group]:
   d, found = config.data, []
   for name in d.protocols:
     if name == 'random':
-      found += [Group(name, i, 1) for i in range(d.random_orders)]
+      orders = range(d.first_order, d.first_order + d.random_orders)
+      found += [Group(name, order, 1) for order in orders]
     elif name in ('item', 'file', 'time'):
       runs = d.time_runs if name == 'time' else config.train.runs
       runs = d.file_runs if name == 'file' else runs

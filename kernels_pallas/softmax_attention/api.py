@@ -248,6 +248,29 @@ def _bias(key_bias: Any, batch: int, keys: int) -> jax.Array | None:
   return key_bias
 
 
+def _pages(
+  k: jax.Array, v: jax.Array, table: Any, batch: int
+) -> tuple[jax.Array, jax.Array]:
+  """Keys and values of each sequence, from pages [P, page, G, D]."""
+  table = jnp.asarray(table)
+  if table.ndim != 2:
+    raise ValueError(
+      f'block_table has shape {table.shape}, expected [B, pages per sequence]'
+    )
+  table = _integers('block_table', table, (batch, table.shape[1]), 0)
+  last = min(k.shape[0], v.shape[0]) - 1
+  if not isinstance(table, Tracer) and table.size:
+    highest = int(np.max(np.asarray(table)))
+    if highest > last:
+      raise ValueError(
+        f'block_table holds {highest}, but there are {last + 1} pages'
+      )
+  take = lambda x: jnp.take(x, table, 0, mode='clip').reshape(
+    batch, -1, *x.shape[2:]
+  )
+  return take(k), take(v)
+
+
 def _static(window: int | None, blocks: Blocks | None) -> None:
   if window is not None and (not isinstance(window, int) or window < 1):
     raise ValueError(
@@ -277,6 +300,7 @@ def attention(
   rope: Rope | None = None,
   positions: jax.Array | None = None,
   key_positions: jax.Array | None = None,
+  block_table: jax.Array | None = None,
   return_lse: bool = False,
   blocks: Blocks | None = None,
   implementation: str | None = None,
@@ -309,6 +333,10 @@ def attention(
     positions: [B, T], int >= 0, of the queries; with rope only.
     key_positions: [B, S], int >= 0, of the keys; they need not be the indices
       that the masks go by.
+    block_table: [B, n], int in [0, P), clamped under jit: k and v are then
+      pools of pages [P, page, G, D] and [P, page, G, V], and the S = n page
+      keys of a sequence are those of its n pages in turn; `lengths` says where
+      they end. Its pages are copied side by side before anything else.
     return_lse: return the logarithm of the sum of exponentials as well.
     blocks: rows of a tile, instead of the backend's own choice.
     implementation: see the module docstring.
@@ -329,6 +357,8 @@ def attention(
     2021.
   """
   q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+  if block_table is not None and q.ndim == k.ndim == v.ndim == 4:
+    k, v = _pages(k, v, block_table, q.shape[0])
   _check_operands(q, k, v)
   _check_implementation(implementation, q, v)
   _static(window, blocks)

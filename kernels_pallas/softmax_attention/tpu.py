@@ -13,7 +13,7 @@ that it empties are skipped, and their operands not fetched.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,123 +27,26 @@ from kernels_pallas.softmax_attention.operands import (
   cut_features,
   dot,
   launch,
-  pad_axis,
-  pad_features,
 )
-from kernels_pallas.softmax_attention.options import Blocks, Config, Rows
-from kernels_pallas.softmax_attention.reference import key_limit
+from kernels_pallas.softmax_attention.options import Config, Rows
+from kernels_pallas.softmax_attention.tpu_grid import (
+  LANES,
+  Plan,
+  by_key,
+  by_query,
+  head_major,
+  keeps_keys,
+  make_specs,
+  pad_row,
+  prepare,
+)
 
 __all__ = ['backward', 'forward']
-
-LANES = 128
-
-
-class _Plan(NamedTuple):
-  """Sizes of a call: t, n, s, m of the module docstring, R, G."""
-
-  config: Config
-  t: int
-  n: int
-  s: int
-  m: int
-  share: int
-  # Number of keys if it is known and matters.
-  limit: int | None
-
-
-def _blocks(dim: int, single: bool, backward: bool) -> Blocks:
-  """Tiles that fit into the 16 MB of VMEM that a kernel gets everywhere."""
-  if dim > LANES or single:
-    return Blocks(256, 512) if not backward else Blocks(256, 256)
-  return Blocks(512, 1024) if not backward else Blocks(512, 512)
-
-
-def _pad_row(x: jax.Array, size: int, fill: float = 0) -> jax.Array:
-  """[..., N] -> [..., 1, size]."""
-  return jnp.expand_dims(pad_axis(x, x.ndim - 1, size, fill), -2)
-
-
-def _heads(x: jax.Array, size: int, halves: bool) -> jax.Array:
-  """[B, N, H, D] -> [B, H, size, whole lanes]."""
-  lanes = -(-x.shape[-1] // LANES) * LANES
-  return pad_axis(jnp.swapaxes(pad_features(x, lanes, halves), 1, 2), 2, size)
-
-
-def _prepare(
-  config: Config,
-  backward: bool,
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  bias: jax.Array | None,
-  table: jax.Array | None,
-  rows: Rows,
-) -> tuple[_Plan, Operands]:
-  """Head before rows, whole tiles, logits to the base of two."""
-  dim = max(q.shape[-1], v.shape[-1])
-  blocks = config.blocks or _blocks(dim, q.dtype.itemsize > 2, backward)
-  t, n = tiles.split_evenly(q.shape[1], blocks.query, LANES)
-  s, m = tiles.split_evenly(k.shape[1], blocks.key, LANES)
-  limit = key_limit(rows, config, k.shape[1], q.shape[1], m * s - k.shape[1])
-  known = limit if isinstance(limit, int) else None
-  plan = _Plan(config, t, n, s, m, q.shape[2] // k.shape[2], known)
-  halves = table is not None
-  queries, keys = t * n, s * m
-  row = lambda x, size: None if x is None else _pad_row(x, size)
-  wide = _heads(q, queries, halves)
-  if halves:
-    table = pad_axis(pad_features(table, wide.shape[-1], True), 1, keys)
-  return plan, Operands(
-    wide,
-    _heads(k, keys, halves),
-    _heads(v, keys, False),
-    rows.offset,
-    None if known is not None or limit is None else limit,
-    row(rows.query_segment, queries),
-    row(rows.key_segment, keys),
-    row(rows.query_span, queries),
-    row(rows.key_span, keys),
-    None if bias is None else row(bias.astype(jnp.float32) * tiles.LOG2E, keys),
-    table,
-  )
-
-
-def _specs(
-  operands: Operands, plan: _Plan, locate: Callable[..., tuple[Any, ...]]
-) -> Operands:
-  """`locate` maps a point of the grid to (b, h, g, i, j)."""
-
-  def spec(block, index):
-    return pl.BlockSpec(block, lambda *ids: index(*locate(*ids)))
-
-  dim, values = operands.q.shape[-1], operands.v.shape[-1]
-  of_query = spec((None, 1, plan.t), lambda b, h, g, i, j: (b, 0, i))
-  of_key = spec((None, 1, plan.s), lambda b, h, g, i, j: (b, 0, j))
-  of_head = spec((None, None, 1, plan.t), lambda b, h, g, i, j: (b, h, 0, i))
-  scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
-  at_query = lambda b, h, g, i, j: (b, h, i, 0)
-  at_key = lambda b, h, g, i, j: (b, g, j, 0)
-  return Operands(
-    spec((None, None, plan.t, dim), at_query),
-    spec((None, None, plan.s, dim), at_key),
-    spec((None, None, plan.s, values), at_key),
-    scalars,
-    scalars,
-    of_query,
-    of_key,
-    of_query,
-    of_key,
-    of_key,
-    spec((None, plan.s, dim), lambda b, h, g, i, j: (b, j, 0)),
-    of_head,
-    of_head,
-    spec((None, None, plan.t, values), at_query),
-  )
 
 
 def _launch(
   body: Callable[..., None],
-  plan: _Plan,
+  plan: Plan,
   operands: Operands,
   locate: Callable[..., tuple[Any, ...]],
   grid: tuple[int, ...],
@@ -158,12 +61,18 @@ def _launch(
   return launch(
     functools.partial(body, plan=plan),
     operands,
-    _specs(operands, plan, locate),
+    make_specs(operands, plan, locate),
     outputs,
     scratch,
     grid=grid,
     compiler_params=pltpu.CompilerParams(
-      dimension_semantics=('parallel',) * 3 + ('arbitrary',)
+      # Rotated keys pass from one tile of queries to the next.
+      dimension_semantics=(
+        'parallel',
+        'parallel',
+        'arbitrary' if 'rotated' in scratch else 'parallel',
+        'arbitrary',
+      )
     ),
     cost_estimate=pl.CostEstimate(
       flops=2 * logits * (dim + operands.v.shape[3]),
@@ -192,7 +101,7 @@ def _wide(column: jax.Array, size: int) -> jax.Array:
 
 def _rotate(x: jax.Array, table: jax.Array, back: bool = False) -> jax.Array:
   """`tiles.rotate` by rolls, which keep all lanes busy."""
-  half = table.shape[-1] // 2
+  half = table.shape[1] // 2
   turned = pltpu.roll(table, half, 1)
   first = jax.lax.broadcasted_iota(jnp.int32, table.shape, 1) < half
   cos = jnp.where(first, table, turned)
@@ -202,14 +111,50 @@ def _rotate(x: jax.Array, table: jax.Array, back: bool = False) -> jax.Array:
   return (wide * cos + pltpu.roll(wide, half, 1) * sin).astype(x.dtype)
 
 
-def _keys(refs: Operands) -> jax.Array:
+def _key_scratch(plan: Plan, operands: Operands) -> dict[str, Any]:
+  if not keeps_keys(plan, operands):
+    return {}
+  shape = plan.s * plan.m, operands.k.shape[-1]
+  return {'rotated': pltpu.VMEM(shape, operands.k.dtype)}
+
+
+def _turned(refs: Operands) -> jax.Array:
   k = refs.k[...]
   return k if refs.table is None else _rotate(k, refs.table[...])
 
 
+def _keys(
+  plan: Plan, refs: Operands, space: dict[str, Any], i: Any, j: Any, first: Any
+) -> jax.Array:
+  """The keys of a tile, rotated by the first queries that see them."""
+  if 'rotated' not in space:
+    return _turned(refs)
+  rotated = space['rotated']
+  rows = pl.ds(pl.multiple_of(j * plan.s, plan.s), plan.s)
+
+  @pl.when(i == first)
+  def _():
+    rotated[rows, :] = _turned(refs)
+
+  return rotated[rows, :]
+
+
+def _offset(config: Config, refs: Operands) -> Any:
+  b = pl.program_id(0)
+  return config.offset if refs.offset is None else refs.offset[b]
+
+
+def _first(plan: Plan, refs: Operands, j: Any) -> Any:
+  """The first tile of queries that sees the keys of tile j."""
+  offset = _offset(plan.config, refs)
+  k = j * plan.s, j * plan.s + plan.s - 1
+  span = offset, offset
+  return tiles.query_blocks(plan.config, k, span, plan.t, plan.n)[0]
+
+
 def _over_tiles(
   config: Config,
-  plan: _Plan,
+  plan: Plan,
   refs: Operands,
   i: jax.Array,
   j: jax.Array,
@@ -220,8 +165,7 @@ def _over_tiles(
   `mask` makes the mask from the shape of a tile, the axis of its queries, and
   the segments and spans of queries and keys; it is None where all is visible.
   """
-  b = pl.program_id(0)
-  offset: Any = config.offset if refs.offset is None else refs.offset[b]
+  b, offset = pl.program_id(0), _offset(config, refs)
   limit = plan.limit if refs.limit is None else refs.limit[b]
   q = i * plan.t + offset, i * plan.t + offset + plan.t - 1
   k = j * plan.s, j * plan.s + plan.s - 1
@@ -248,54 +192,6 @@ def _over_tiles(
   else:
     run(every, None)
     run(some & jnp.logical_not(every), mask)
-
-
-def _near(plan: _Plan) -> Callable[..., Any]:
-  """Tile of keys to fetch at (i, j): for a skipped one, the nearest needed."""
-  config = plan.config
-  if config.offset is None or not (config.causal or config.window):
-    return lambda i, j: j
-
-  def clamp(i, j):
-    first = i * plan.t + config.offset
-    q = first, first + plan.t - 1
-    low, high = tiles.key_blocks(config, q, None, plan.s, plan.m)
-    return jnp.clip(j, jnp.minimum(low, plan.m - 1), jnp.maximum(high - 1, 0))
-
-  return clamp
-
-
-def _near_query(plan: _Plan) -> Callable[..., Any]:
-  """The same for the tile of queries."""
-  config = plan.config
-  if config.offset is None or not (config.causal or config.window):
-    return lambda i, j: i
-
-  def clamp(i, j):
-    k = j * plan.s, j * plan.s + plan.s - 1
-    offset = config.offset, config.offset
-    low, high = tiles.query_blocks(config, k, offset, plan.t, plan.n)
-    return jnp.clip(i, jnp.minimum(low, plan.n - 1), jnp.maximum(high - 1, 0))
-
-  return clamp
-
-
-def _by_query(plan: _Plan) -> Callable[..., tuple[Any, ...]]:
-  """Grid (b, h, i, j)."""
-  near = _near(plan)
-  share = np.int32(plan.share)
-  return lambda b, h, i, j: (b, h, jax.lax.div(h, share), i, near(i, j))
-
-
-def _by_key(plan: _Plan) -> Callable[..., tuple[Any, ...]]:
-  """Grid (b, g, j, r n + i)."""
-  near, size = _near_query(plan), np.int32(plan.n)
-
-  def locate(b, g, j, step):
-    h = g * plan.share + jax.lax.div(step, size)
-    return b, h, g, near(jax.lax.rem(step, size), j), j
-
-  return locate
 
 
 def _column_scratch(refs: Operands, names: list[str], size: int) -> dict:
@@ -332,7 +228,7 @@ def _sides(refs: Operands, space: dict[str, Any], side: str, size: int):
 
 def _query_logits(
   config: Config,
-  plan: _Plan,
+  plan: Plan,
   refs: Operands,
   space: dict[str, Any],
   k: jax.Array,
@@ -356,6 +252,7 @@ def _query_logits(
 def _forward_body(refs, outputs, space, *, plan):
   config, (out, lse) = plan.config, outputs
   i, j = pl.program_id(2), pl.program_id(3)
+  first = _first(plan, refs, j) if 'rotated' in space else None
   peak, total, acc = space['peak'], space['total'], space['acc']
 
   @pl.when(j == 0)
@@ -366,7 +263,8 @@ def _forward_body(refs, outputs, space, *, plan):
     _fill_columns(refs, space)
 
   def step(mask):
-    x = _query_logits(config, plan, refs, space, _keys(refs), mask)
+    k = _keys(plan, refs, space, i, j, first)
+    x = _query_logits(config, plan, refs, space, k, mask)
     weights, decay, peak[...], total[...] = tiles.softmax_step(
       x,
       peak[...],
@@ -400,14 +298,14 @@ def forward(
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
   """The function of `reference.forward`."""
-  plan, operands = _prepare(config, False, q, k, v, bias, table, rows)
+  plan, operands = prepare(config, False, q, k, v, bias, table, rows)
   batch, heads, queries = q.shape[0], q.shape[2], plan.t * plan.n
   values = operands.v.shape[-1]
   out, lse = _launch(
     _forward_body,
     plan,
     operands,
-    _by_query(plan),
+    by_query(plan),
     (batch, heads, plan.n, plan.m),
     [
       (
@@ -425,6 +323,7 @@ def forward(
       'peak': pltpu.VMEM((plan.t, LANES), jnp.float32),
       'total': pltpu.VMEM((plan.t, LANES), jnp.float32),
       'acc': pltpu.VMEM((plan.t, values), jnp.float32),
+      **_key_scratch(plan, operands),
       **_column_scratch(operands, ['query_segment', 'query_span'], plan.t),
     },
     'attention_forward',
@@ -437,6 +336,7 @@ def forward(
 def _dq_body(refs, outputs, space, *, plan):
   config, acc = plan.config, space['acc']
   i, j = pl.program_id(2), pl.program_id(3)
+  first = _first(plan, refs, j) if 'rotated' in space else None
 
   @pl.when(j == 0)
   def _():
@@ -444,7 +344,7 @@ def _dq_body(refs, outputs, space, *, plan):
     _fill_columns(refs, space)
 
   def step(mask):
-    k = _keys(refs)
+    k = _keys(plan, refs, space, i, j, first)
     x = _query_logits(config, plan, refs, space, k, mask)
     weights = jnp.exp2(x - _column_of(space, 'lse', plan.s))
     slope = dot(refs.g[...], refs.v[...], transpose=True)
@@ -469,7 +369,7 @@ def _dkv_body(refs, outputs, space, *, plan):
     for name in ('dk', 'dv', 'db'):
       if name in space:
         space[name][...] = jnp.zeros_like(space[name])
-    keys[...] = _keys(refs)
+    keys[...] = _turned(refs)
     _fill_columns(refs, space)
 
   def step(mask):
@@ -505,7 +405,7 @@ def _dkv_body(refs, outputs, space, *, plan):
 
 
 def _dq(
-  plan: _Plan, operands: Operands, dtype: Any, interpret: Any
+  plan: Plan, operands: Operands, dtype: Any, interpret: Any
 ) -> jax.Array:
   """[B, H, n t, D]."""
   batch, heads, queries, dim = operands.q.shape
@@ -514,7 +414,7 @@ def _dq(
     _dq_body,
     plan,
     operands,
-    _by_query(plan),
+    by_query(plan),
     (batch, heads, plan.n, plan.m),
     [
       (
@@ -526,6 +426,7 @@ def _dq(
     ],
     {
       'acc': pltpu.VMEM((plan.t, dim), jnp.float32),
+      **_key_scratch(plan, operands),
       **_column_scratch(operands, columns, plan.t),
     },
     'attention_dq',
@@ -535,7 +436,7 @@ def _dq(
 
 
 def _dkv(
-  plan: _Plan, operands: Operands, dtype: Any, interpret: Any
+  plan: Plan, operands: Operands, dtype: Any, interpret: Any
 ) -> list[jax.Array]:
   """[B, G, m s, D], [B, G, m s, V] and, with a bias, [B, G, 1, m s]."""
   batch, groups, keys, dim = operands.k.shape
@@ -568,7 +469,7 @@ def _dkv(
     _dkv_body,
     plan,
     operands,
-    _by_key(plan),
+    by_key(plan),
     (batch, groups, plan.m, plan.n * plan.share),
     outputs,
     scratch,
@@ -591,13 +492,13 @@ def backward(
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
   """The function of `xla.backward`."""
-  plan, operands = _prepare(config, True, q, k, v, bias, table, rows)
+  plan, operands = prepare(config, True, q, k, v, bias, table, rows)
   queries, keys, dim = q.shape[1], k.shape[1], q.shape[3]
   tall = plan.t * plan.n
   operands = operands._replace(
-    lse=_pad_row(lse * tiles.LOG2E, tall, jnp.inf),
-    delta=_pad_row(delta, tall),
-    g=_heads(g, tall, False),
+    lse=pad_row(lse * tiles.LOG2E, tall, jnp.inf),
+    delta=pad_row(delta, tall),
+    g=head_major(g, tall, False),
   )
   dq = _dq(plan, operands, q.dtype, interpret)
   dk, dv, *db = _dkv(plan, operands, k.dtype, interpret)

@@ -75,13 +75,15 @@ def program(call):
   return gradients, leaves
 
 
-def compile_for_tpu(chip, function, leaves, spec=None, count=1):
+def compile_for_tpu(chip, function, leaves, spec=None, devices=(1, 1)):
   """The compiled program's text; arrays whole, or split by `spec`."""
   pytest.importorskip('libtpu')
   from jax.experimental import topologies
 
   topology = topologies.get_topology_desc(chip, 'tpu')
-  mesh = Mesh(np.array(topology.devices[:count]), ('data',))
+  count = devices[0] * devices[1]
+  grid = np.array(topology.devices[:count]).reshape(devices)
+  mesh = Mesh(grid, ('run', 'data'))
   placed = NamedSharding(mesh, spec or P())
   structs = [jax.ShapeDtypeStruct(*x, sharding=placed) for x in leaves]
   with jax.set_mesh(mesh):
@@ -104,3 +106,20 @@ def test_gpu(chip, call):
   function, leaves = program(call)
   text = gpu_targets.compile_for_gpu(chip, function, *leaves)
   assert text.count('__gpu$xla.gpu.triton') == 3
+
+
+@pytest.mark.parametrize('runs', [False, True])
+def test_a_slice_gathers_nothing(runs):
+  function, leaves = program('decode')
+  if runs:
+    function = jax.vmap(function, spmd_axis_name='run')
+    leaves = [((2, *shape), dtype) for shape, dtype in leaves]
+  text = compile_for_tpu(
+    'v5e:2x2',
+    function,
+    leaves,
+    P('run', 'data') if runs else P('data'),
+    (2, 2) if runs else (1, 4),
+  )
+  assert text.count('custom_call_target="tpu_custom_call"') == 3
+  assert 'all-gather' not in text

@@ -1,0 +1,196 @@
+"""How the TPU's bodies cut attention into tiles, and which tile comes when.
+
+Axes: B sequences, H = G R query heads, n blocks of t queries, m blocks of s
+keys, D and V features, padded to whole lanes.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.softmax_attention import tiles
+from kernels_pallas.softmax_attention.operands import (
+  Operands,
+  pad_axis,
+  pad_features,
+)
+from kernels_pallas.softmax_attention.options import Blocks, Config, Rows
+from kernels_pallas.softmax_attention.reference import key_limit
+
+__all__ = [
+  'LANES',
+  'Plan',
+  'by_key',
+  'by_query',
+  'head_major',
+  'keeps_keys',
+  'make_specs',
+  'pad_row',
+  'prepare',
+]
+
+LANES = 128
+# Keys of one head that are kept once rotated, in bytes of VMEM.
+_KEPT = 2**22
+
+
+class Plan(NamedTuple):
+  """Sizes of a call: t, n, s, m of the module docstring, R, G."""
+
+  config: Config
+  t: int
+  n: int
+  s: int
+  m: int
+  share: int
+  # Number of keys if it is known and matters.
+  limit: int | None
+
+
+def _blocks(dim: int, single: bool, backward: bool) -> Blocks:
+  """Tiles that fit into the 16 MB of VMEM that a kernel gets everywhere."""
+  if dim > LANES or single:
+    return Blocks(256, 512) if not backward else Blocks(256, 256)
+  return Blocks(512, 512)
+
+
+def pad_row(x: jax.Array, size: int, fill: float = 0) -> jax.Array:
+  """[..., N] -> [..., 1, size]."""
+  return jnp.expand_dims(pad_axis(x, x.ndim - 1, size, fill), -2)
+
+
+def head_major(x: jax.Array, size: int, halves: bool) -> jax.Array:
+  """[B, N, H, D] -> [B, H, size, whole lanes]."""
+  lanes = -(-x.shape[-1] // LANES) * LANES
+  return pad_axis(jnp.swapaxes(pad_features(x, lanes, halves), 1, 2), 2, size)
+
+
+def prepare(
+  config: Config,
+  backward: bool,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  bias: jax.Array | None,
+  table: jax.Array | None,
+  rows: Rows,
+) -> tuple[Plan, Operands]:
+  """Head before rows, whole tiles, logits to the base of two."""
+  dim = max(q.shape[-1], v.shape[-1])
+  blocks = config.blocks or _blocks(dim, q.dtype.itemsize > 2, backward)
+  t, n = tiles.split_evenly(q.shape[1], blocks.query, LANES)
+  s, m = tiles.split_evenly(k.shape[1], blocks.key, LANES)
+  limit = key_limit(rows, config, k.shape[1], q.shape[1], m * s - k.shape[1])
+  known = limit if isinstance(limit, int) else None
+  plan = Plan(config, t, n, s, m, q.shape[2] // k.shape[2], known)
+  halves = table is not None
+  queries, keys = t * n, s * m
+  row = lambda x, size: None if x is None else pad_row(x, size)
+  wide = head_major(q, queries, halves)
+  if halves:
+    table = pad_axis(pad_features(table, wide.shape[-1], True), 1, keys)
+  return plan, Operands(
+    wide,
+    head_major(k, keys, halves),
+    head_major(v, keys, False),
+    rows.offset,
+    None if known is not None or limit is None else limit,
+    row(rows.query_segment, queries),
+    row(rows.key_segment, keys),
+    row(rows.query_span, queries),
+    row(rows.key_span, keys),
+    None if bias is None else row(bias.astype(jnp.float32) * tiles.LOG2E, keys),
+    table,
+  )
+
+
+def make_specs(
+  operands: Operands, plan: Plan, locate: Callable[..., tuple[Any, ...]]
+) -> Operands:
+  """`locate` maps a point of the grid to (b, h, g, i, j)."""
+
+  def spec(block, index):
+    return pl.BlockSpec(block, lambda *ids: index(*locate(*ids)))
+
+  dim, values = operands.q.shape[-1], operands.v.shape[-1]
+  of_query = spec((None, 1, plan.t), lambda b, h, g, i, j: (b, 0, i))
+  of_key = spec((None, 1, plan.s), lambda b, h, g, i, j: (b, 0, j))
+  of_head = spec((None, None, 1, plan.t), lambda b, h, g, i, j: (b, h, 0, i))
+  scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
+  at_query = lambda b, h, g, i, j: (b, h, i, 0)
+  return Operands(
+    spec((None, None, plan.t, dim), at_query),
+    spec((None, None, plan.s, dim), lambda b, h, g, i, j: (b, g, j, 0)),
+    spec((None, None, plan.s, values), lambda b, h, g, i, j: (b, g, j, 0)),
+    scalars,
+    scalars,
+    of_query,
+    of_key,
+    of_query,
+    of_key,
+    of_key,
+    spec((None, plan.s, dim), lambda b, h, g, i, j: (b, j, 0)),
+    of_head,
+    of_head,
+    spec((None, None, plan.t, values), at_query),
+  )
+
+
+def keeps_keys(plan: Plan, operands: Operands) -> bool:
+  """Whether a key is rotated once and not for every tile of queries."""
+  if operands.table is None:
+    return False
+  size = plan.s * plan.m * operands.k.shape[-1] * operands.k.dtype.itemsize
+  return size <= _KEPT
+
+
+def _near(plan: Plan) -> Callable[..., Any]:
+  """Tile of keys to fetch at (i, j): for a skipped one, the nearest needed."""
+  config = plan.config
+  if config.offset is None or not (config.causal or config.window):
+    return lambda i, j: j
+
+  def clamp(i, j):
+    first = i * plan.t + config.offset
+    q = first, first + plan.t - 1
+    low, high = tiles.key_blocks(config, q, None, plan.s, plan.m)
+    return jnp.clip(j, jnp.minimum(low, plan.m - 1), jnp.maximum(high - 1, 0))
+
+  return clamp
+
+
+def _near_query(plan: Plan) -> Callable[..., Any]:
+  """The same for the tile of queries."""
+  config = plan.config
+  if config.offset is None or not (config.causal or config.window):
+    return lambda i, j: i
+
+  def clamp(i, j):
+    k = j * plan.s, j * plan.s + plan.s - 1
+    offset = config.offset, config.offset
+    low, high = tiles.query_blocks(config, k, offset, plan.t, plan.n)
+    return jnp.clip(i, jnp.minimum(low, plan.n - 1), jnp.maximum(high - 1, 0))
+
+  return clamp
+
+
+def by_query(plan: Plan) -> Callable[..., tuple[Any, ...]]:
+  """Grid (b, h, i, j)."""
+  near, share = _near(plan), np.int32(plan.share)
+  return lambda b, h, i, j: (b, h, jax.lax.div(h, share), i, near(i, j))
+
+
+def by_key(plan: Plan) -> Callable[..., tuple[Any, ...]]:
+  """Grid (b, g, j, r n + i)."""
+  near, size = _near_query(plan), np.int32(plan.n)
+
+  def locate(b, g, j, step):
+    h = g * plan.share + jax.lax.div(step, size)
+    return b, h, g, near(jax.lax.rem(step, size), j), j
+
+  return locate

@@ -90,7 +90,8 @@ def compare(size, causal, flags):
   for name in ways:
     row = [f'{tokens:7}{heads:3}{dim:5} {causal!s:6}{name:8}']
     for kind, done in times.items():
-      memory = programs[kind][name].memory_analysis().temp_size_in_bytes
+      memory = programs[kind][name].memory_analysis()
+      memory = memory.temp_size_in_bytes if memory else float('nan')
       ratio = done[name] / done['tiles']
       row.append(
         f'{done[name]:10.1f} ms{ratio:6.2f} x{memory / 2**20:9.1f} MiB'

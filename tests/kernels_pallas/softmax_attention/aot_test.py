@@ -93,15 +93,28 @@ def compile_for_tpu(chip, function, leaves, spec=None, devices=(1, 1)):
   return lowered.compile().as_text()
 
 
-@pytest.mark.parametrize('call', CALLS)
-@pytest.mark.parametrize('chip', TPUS)
+def each(chips, quick):
+  """All pairs of a chip and a call; those that are not quick are slow."""
+  return [
+    pytest.param(x, y, marks=[] if (x, y) in quick else [pytest.mark.slow])
+    for x in chips
+    for y in CALLS
+  ]
+
+
+@pytest.mark.parametrize(
+  ('chip', 'call'),
+  each(TPUS, [('v5e:2x2', 'everything'), ('v4:2x2x1', 'decode')]),
+)
 def test_tpu(chip, call):
   text = compile_for_tpu(chip, *program(call))
   assert text.count('custom_call_target="tpu_custom_call"') == 3
 
 
-@pytest.mark.parametrize('call', CALLS)
-@pytest.mark.parametrize('chip', list(gpu_targets.CHIPS))
+@pytest.mark.parametrize(
+  ('chip', 'call'),
+  each(gpu_targets.CHIPS, [(chip, 'causal') for chip in gpu_targets.CHIPS]),
+)
 def test_gpu(chip, call):
   function, leaves = program(call)
   text = gpu_targets.compile_for_gpu(chip, function, *leaves)

@@ -5,10 +5,9 @@ Axes: N patches (padded), E features, W taps in each direction (odd).
 Each function sees one slide; use `jax.vmap` for several.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 __all__ = ['depthwise', 'depthwise_on_grid', 'depthwise_on_square']
 
@@ -80,12 +79,17 @@ def depthwise_on_grid(
   return jax.lax.scan(add, jnp.zeros_like(patches), taps)[0]
 
 
+# Taps that share a pass over the raster. All at once, XLA keeps a copy of the
+# raster per tap; one by one, it reads and writes the sum once per tap.
+_GROUP = 7
+
+
 @jax.custom_vjp
 def depthwise(raster: jax.Array, kernel: jax.Array) -> jax.Array:
   """Correlation of each feature with its own kernel, zeros outside.
 
-  Its gradient is written down, not traced: a sum of shifted products whose
-  transpose would hold one padded copy of the raster per tap.
+  Its gradient is written down, not traced: the transpose of shifted products
+  would hold one padded copy of the raster per tap.
 
   Args:
     raster: [I, J, E].
@@ -94,19 +98,30 @@ def depthwise(raster: jax.Array, kernel: jax.Array) -> jax.Array:
   Returns:
     [I, J, E].
   """
-  return functools.reduce(
-    jnp.add, [part * tap[None, None] for part, tap in _taps(raster, kernel)]
-  )
+  shifted, places, count = _taps(raster, kernel.shape)
+  weights = kernel.reshape(count, -1)
+  weights = jnp.pad(weights, ((0, places.shape[0] * _GROUP - count), (0, 0)))
+
+  def add(total, group):
+    for place, weight in zip(*group, strict=True):
+      total += shifted(place) * weight[None, None]
+    return total, None
+
+  weights = weights.reshape(-1, _GROUP, weights.shape[-1])
+  return jax.lax.scan(add, jnp.zeros_like(raster), (places, weights))[0]
 
 
-def _taps(raster, kernel):
-  """Pairs of a shifted raster [I, J, E] and its tap [E]."""
-  rows, columns, _ = raster.shape
-  up, left = kernel.shape[0] // 2, kernel.shape[1] // 2
+def _taps(raster, shape):
+  """The raster shifted to a place, and the places [groups, _GROUP, 2]."""
+  up, left = shape[0] // 2, shape[1] // 2
   padded = jnp.pad(raster, ((up, up), (left, left), (0, 0)))
-  for u in range(kernel.shape[0]):
-    for v in range(kernel.shape[1]):
-      yield padded[u : u + rows, v : v + columns], kernel[u, v]
+  shifted = lambda place: jax.lax.dynamic_slice(
+    padded, (place[0], place[1], jnp.int32(0)), raster.shape
+  )
+  count = shape[0] * shape[1]
+  places = np.indices(shape[:2], np.int32).reshape(2, -1).T
+  places = np.pad(places, ((0, -count % _GROUP), (0, 0)))
+  return shifted, jnp.asarray(places.reshape(-1, _GROUP, 2)), count
 
 
 def _depthwise_forward(raster, kernel):
@@ -115,8 +130,14 @@ def _depthwise_forward(raster, kernel):
 
 def _depthwise_backward(saved, grad):
   raster, kernel = saved
-  by_tap = [jnp.sum(part * grad, (0, 1)) for part, _ in _taps(raster, kernel)]
-  by_tap = jnp.stack(by_tap).reshape(kernel.shape)
+  shifted, places, count = _taps(raster, kernel.shape)
+
+  def reduce(carry, group):
+    sums = [jnp.sum(shifted(place) * grad, (0, 1)) for place in group]
+    return carry, jnp.stack(sums)
+
+  by_tap = jax.lax.scan(reduce, None, places)[1]
+  by_tap = by_tap.reshape(-1, kernel.shape[-1])[:count].reshape(kernel.shape)
   return depthwise(grad, kernel[::-1, ::-1]), by_tap
 
 

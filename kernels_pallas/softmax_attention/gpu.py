@@ -382,8 +382,10 @@ def _dkv_body(refs, outputs, space, *, plan):
     jnp.zeros((plan.s, refs.v.shape[-1]), jnp.float32),
     None if refs.bias is None else jnp.zeros(plan.s, jnp.float32),
   )
-  for r in range(plan.share):
-    carry = jax.lax.fori_loop(low, high, functools.partial(step, r), carry)
+  head = lambda r, carry: jax.lax.fori_loop(
+    low, high, functools.partial(step, r), carry
+  )
+  carry = jax.lax.fori_loop(0, plan.share, head, carry)
   dk, dv, db = carry
   dk = [x * config.scale for x in dk]
   if refs.table is not None:

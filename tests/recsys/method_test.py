@@ -205,7 +205,8 @@ def test_runs_have_centres_of_their_own():
     evaluations={'test': train.pass_data(queries, 12)},
     options=train.Options(log_every=5), writers=(),
   )  # fmt: skip
-  centres = np.asarray(result.state.params['centres'])
+  # The mesh may pad the runs; those asked for come first.
+  centres = np.asarray(result.state.params['centres'])[:2]
   assert centres.shape == (2, 4, 8)
   assert abs(centres[0] - centres[1]).max() > 1e-3
   ranks = [one.outputs['rank'] for one in result.evaluations['test']]

@@ -50,7 +50,7 @@ def regression_method(
     **options: of `bag_method`.
 
   Returns:
-    Build. Metrics: loss, mse (standardised), aux/<name>. Outputs: id,
+    Build. Metrics: loss, standardized_mse, aux/<name>. Outputs: id,
     prediction and target [B, G].
 
   Raises:
@@ -74,7 +74,7 @@ def regression_method(
       values = jnp.where(weight > 0, values, 0)
       return jnp.sum(values * weight), jnp.sum(weight)
 
-    metrics = {'mse': total(own)}
+    metrics = {'standardized_mse': total(own)}
     metrics |= {f'aux/{name}': total(x) for name, x in each.items()}
     prediction = output.logits.astype(jnp.float32) * scale + center
     found = {'prediction': prediction, 'target': batch['target']}

@@ -11,9 +11,10 @@ seconds add up all threads and depend less on other load.
 
 Widths are equal: gated ABMIL 512 with a scorer of 128 units; DSMIL on the
 features, queries of 128; TransMIL 512, 8 heads, 256 landmarks; Patch-GCN 128, 3
-convolutions. torchmil's TransMIL lacks the convolution along the sequence, and
-its Patch-GCN averages neighbours where ours takes their softmax: ours do more.
-`--torch` is the interpreter that has torchmil, where this one has not.
+convolutions, mixed to 128 (its authors mix to 512). torchmil's TransMIL lacks
+the convolution along the sequence, and its Patch-GCN averages neighbours where
+ours takes their softmax: ours do more. `--torch` is the interpreter that has
+torchmil, where this one has not.
 """
 
 import argparse
@@ -37,7 +38,7 @@ MODELS = {
   'gated_abmil': {'hidden': 512, 'attention': 128},
   'dsmil': {'hidden': 0, 'query': 128, 'query_layers': 'linear'},
   'transmil': {'hidden': 512, 'heads': 8, 'landmarks': 256},
-  'patch_gcn': {'hidden': 128, 'layers': 3},
+  'patch_gcn': {'hidden': 128, 'layers': 3, 'width': 128, 'attention': 128},
 }
 
 

@@ -90,6 +90,9 @@ class PatchGCN(nn.Module):
     in_dim: P, or None for any.
     hidden: D.
     layers: L >= 1.
+    width: of the mixed features h; 0 takes that of their concatenation, as the
+      authors do.
+    attention: units of the scorer; 0 takes the width of h.
     dropout: rate after embedding, mixing and pooling, in [0, 1).
     layer_dropout: rate after each residual layer, in [0, 1).
     dtype: computation dtype of the dense layers.
@@ -104,6 +107,8 @@ class PatchGCN(nn.Module):
   in_dim: int | None = None
   hidden: int = 128
   layers: int = 3
+  width: int = 0
+  attention: int = 0
   dropout: float = 0.25
   layer_dropout: float = 0.1
   dtype: jnp.dtype | None = None
@@ -135,12 +140,15 @@ class PatchGCN(nn.Module):
       x = jnp.where(real, h, 0)
       parts.append(x)
     h = jnp.concatenate(parts, -1)
-    width = h.shape[-1]
+    width = self.width or h.shape[-1]
     dense = lambda name: nn.Dense(width, dtype=self.dtype, name=name)
     h = bag_dropout(nn.relu(dense('mix')(h)), self.dropout, keys, 100)
     h = wide(h)
     scores = AttentionScores(
-      width, dtype=self.dtype, dropout=self.dropout, name='attention'
+      self.attention or width,
+      dtype=self.dtype,
+      dropout=self.dropout,
+      name='attention',
     )(h, keys)
     pooled, attention = attention_pool(
       h, scores, bag.mask, bag.segment_ids, bag.num_segments

@@ -220,7 +220,8 @@ def _nmi_lines(config, found, first, draws) -> list[str]:
   for name, other in {**first, **beside}.items():
     if name not in ('three_stage', *runner.CURVE):
       value = _interval(gap, ours, other, truth, seed, draws=draws)
-      table.append([f'three_stage - {name}', _cell(value)])
+      word = 'ahead' if value[1] > 0 else 'behind' if value[2] < 0 else 'alike'
+      table.append([f'three_stage - {name}', f'{_cell(value)}: {word}'])
   return [parts_lib.markdown(['NMI', 'value'], table), '']
 
 

@@ -1,0 +1,51 @@
+"""The TPU's bodies on modelled memory, poisoned and watched for races."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.softmax_attention import reference, tpu
+from kernels_pallas.softmax_attention.options import (
+  Blocks,
+  Config,
+  Rows,
+  rope_table,
+)
+from tests.kernels_pallas.softmax_attention import problems
+
+SHAPE = problems.Shape(1, 150, 290, dim=64, values=32)
+
+
+@pytest.mark.slow
+def test_every_kernel_reads_only_what_was_written():
+  rng = np.random.default_rng(0)
+  q, k, v = (jnp.asarray(x, jnp.float32) for x in problems.operands(SHAPE))
+  integers = lambda *size: jnp.asarray(rng.integers(0, 2, size), jnp.int32)
+  bias = jnp.asarray(rng.normal(size=(1, 290)), jnp.float32)
+  positions = jnp.arange(290, dtype=jnp.int32)[None]
+  table = rope_table(positions, 64, 1e4, np.dtype('float32'))
+  rows = Rows(None, jnp.array([270]), integers(1, 150), integers(1, 290))
+  config = Config(0.125, causal=True, offset=140, blocks=Blocks(128, 128))
+  watched = pltpu.InterpretParams(
+    detect_races=True, uninitialized_memory='nan', num_cores_or_threads=2
+  )
+
+  def plain(q, k, v, bias):
+    return reference.forward(config, q, k, v, bias, table, rows)
+
+  (out, lse), vjp = jax.vjp(plain, q, k, v, bias)
+  g = jnp.asarray(rng.normal(size=out.shape), jnp.float32)
+  want = vjp((g, jnp.zeros_like(lse)))
+  call = (config, q, k, v, bias, table, rows)
+  got = tpu.forward(*call, interpret=watched)
+  assert not interpret_pallas_call.races.races_found
+  np.testing.assert_allclose(got[0], out, atol=1e-5)
+  np.testing.assert_allclose(got[1], lse, atol=1e-5)
+  delta = jnp.einsum('bthv,bthv->bht', g, out)
+  dq, dk, dv, db = tpu.backward(*call, lse, delta, g, interpret=watched)
+  assert not interpret_pallas_call.races.races_found
+  for a, b in zip((dq, dk, dv, db.sum(1)), want, strict=True):
+    np.testing.assert_allclose(a, b, atol=2e-5)

@@ -11,7 +11,6 @@ from tmlib.mil.bag import (
   subsample_bag,
   validate_bag,
 )
-from tmlib.mil.bag_method import bag_method
 from tmlib.mil.baselines import pooled_features, pooled_logistic
 from tmlib.mil.dropout import bag_dropout
 from tmlib.mil.expression import (
@@ -56,6 +55,7 @@ from tmlib.mil.soft_pooling import (
   noisy_or_pool,
   top_k_pool,
 )
+from tmlib.mil.task_method import bag_method
 from tmlib.mil.torch_checkpoints import TorchModel, from_torch
 
 __all__ = [

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from tmlib.mil.bag_method import bag_method, weighted_auxiliary
+from tmlib.mil.task_method import bag_method, weighted_auxiliary
 from tmlib.ops.statistics import midranks
 from tmlib.train.method import Build
 

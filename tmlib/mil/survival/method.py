@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-# Survival is a task on bags.
-from tmlib.mil.bag_method import bag_method, weighted_auxiliary
 from tmlib.mil.survival.losses import cox_sums, discrete_nll, risk_score
+
+# Survival is a task on bags.
+from tmlib.mil.task_method import bag_method, weighted_auxiliary
 from tmlib.train.method import Build
 
 __all__ = ['cox_method', 'discrete_survival_method']

@@ -55,7 +55,7 @@ def _blocks(dim: int, single: bool, backward: bool) -> tuple[Blocks, int]:
     return (Blocks(32, 32) if single or backward else Blocks(64, 32)), 8
   if dim > 64 or single:
     return (Blocks(32, 32) if backward else Blocks(64, 32)), 4
-  return (Blocks(64, 64) if backward else Blocks(128, 64)), 4
+  return Blocks(64, 64), 4
 
 
 def _tile(size: int, largest: int) -> tuple[int, int]:
@@ -83,6 +83,9 @@ def _prepare(
   """Whole tiles, logits to the base of two."""
   dim = max(q.shape[-1], v.shape[-1])
   blocks, warps = _blocks(dim, q.dtype.itemsize > 2, backward)
+  if table is not None and dim > 64 and not backward:
+    # Halves of keys and queries, turned in single precision.
+    warps = 8
   blocks = config.blocks or blocks
   t, n = _tile(q.shape[1], blocks.query)
   s, m = _tile(k.shape[1], blocks.key)

@@ -46,13 +46,14 @@ def target_config(chip: str) -> str:
   )
 
 
-def compile_for_gpu(chip: str, function, *shapes) -> str:
+def compile_for_gpu(chip: str, function, *shapes, spills: bool = True) -> str:
   """The compiled program's text; skips without the CUDA compiler.
 
   Args:
     chip: a key of CHIPS.
     function: to compile.
     *shapes: (shape, dtype) of each argument.
+    spills: whether a kernel may keep registers in memory.
   """
   if importlib.util.find_spec('jax_cuda13_plugin') is None:
     pytest.skip('the CUDA compiler (jax-cuda13-plugin) is not installed')
@@ -73,4 +74,6 @@ def compile_for_gpu(chip: str, function, *shapes) -> str:
     lowered = (
       jax.jit(function).trace(*structs).lower(lowering_platforms=('cuda',))
     )
-  return lowered.compile().as_text()
+  flag = 'xla_gpu_fail_ptx_compilation_on_register_spilling'
+  options = {} if spills else {flag: True}
+  return lowered.compile(compiler_options=options).as_text()

@@ -117,7 +117,10 @@ def test_tpu(chip, call):
 )
 def test_gpu(chip, call):
   function, leaves = program(call)
-  text = gpu_targets.compile_for_gpu(chip, function, *leaves)
+  # Heads of 256 features in single precision do not fit into registers.
+  text = gpu_targets.compile_for_gpu(
+    chip, function, *leaves, spills=call == 'single'
+  )
   assert text.count('__gpu$xla.gpu.triton') == 3
 
 

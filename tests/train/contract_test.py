@@ -141,31 +141,10 @@ def shop():
   return Case(market.market_method(game, 8, users=16))
 
 
-def poison_windows(batch):
-  pad = batch['item'] == 0
-  moved = {k: jnp.where(pad, 77, batch[k]) for k in ('time', 'now')}
-  return batch | moved
-
-
-def sasrec():
-  from tests.recsys import support
-  from tmlib.recsys.method import sasrec_method
-
-  learn, ask = support.arrays()
-  build = sasrec_method(
-    30, optax.sgd(0.1), dim=4, heads=1, hidden=4, blocks=1, dropout=0.0
-  )
-  return Case(
-    build, train.array_data(learn, 8), train.pass_data(ask, 8), poison_windows
-  )
-
-
-MAKERS = (
-  linear, noisy, bandit, duels, crowd, shop, spins, abmil, tmevolve, sasrec,
-)  # fmt: skip
+MAKERS = (linear, noisy, bandit, duels, crowd, shop, spins, abmil, tmevolve)
 CASES = {f.__name__: functools.cache(f) for f in MAKERS}
 # Their checks that compile once more than the others are slow tests.
-HEAVY = ('abmil', 'tmevolve', 'duels', 'crowd', 'shop', 'spins', 'sasrec')
+HEAVY = ('abmil', 'tmevolve', 'duels', 'crowd', 'shop', 'spins')
 NAMES = [
   pytest.param(name, marks=pytest.mark.slow) if name in HEAVY else name
   for name in sorted(CASES)

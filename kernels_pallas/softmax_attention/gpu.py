@@ -302,10 +302,11 @@ def forward(
   rows: Rows,
   interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """The function of `reference.forward`."""
+  """The function of `reference.forward`; out in `tiles.out_dtype`."""
   plan, operands = _prepare(config, False, q, k, v, bias, table, rows)
   batch, heads, queries = q.shape[0], q.shape[2], plan.t * plan.n
   values, locate = operands.v.shape[-1], _locate(heads, plan.n)
+  dtype = tiles.out_dtype(v, bias)
 
   out, lse = launch(
     functools.partial(_forward_body, plan=plan),
@@ -313,7 +314,7 @@ def forward(
     _specs(operands, plan, locate, 'keys'),
     [
       (
-        jax.ShapeDtypeStruct((batch, queries, heads, values), v.dtype),
+        jax.ShapeDtypeStruct((batch, queries, heads, values), dtype),
         pl.BlockSpec((None, plan.t, None, values), _at(locate)),
       ),
       (

@@ -18,6 +18,7 @@ __all__ = [
   'LOG2E',
   'Side',
   'key_blocks',
+  'out_dtype',
   'overlap',
   'precision',
   'query_blocks',
@@ -169,6 +170,15 @@ def softmax_step(
   decay = exp(peak - shift)
   total = total * decay + jnp.sum(weights, axis, keepdims=True)
   return weights, decay, highest, total
+
+
+def out_dtype(v: jax.Array, bias: jax.Array | None) -> Any:
+  """Of the sums of values: not rounded where a bias has a gradient.
+
+  The gradient of a bias adds differences between values and their sum over all
+  queries. A key that outweighs all others leaves little but rounding in them.
+  """
+  return v.dtype if bias is None else jnp.promote_types(v.dtype, jnp.float32)
 
 
 def rotate_halves(

@@ -297,10 +297,10 @@ def forward(
   rows: Rows,
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """The function of `reference.forward`."""
+  """The function of `reference.forward`; out in `tiles.out_dtype`."""
   plan, operands = prepare(config, False, q, k, v, bias, table, rows)
   batch, heads, queries = q.shape[0], q.shape[2], plan.t * plan.n
-  values = operands.v.shape[-1]
+  values, dtype = operands.v.shape[-1], tiles.out_dtype(v, bias)
   out, lse = _launch(
     _forward_body,
     plan,
@@ -309,7 +309,7 @@ def forward(
     (batch, heads, plan.n, plan.m),
     [
       (
-        jax.ShapeDtypeStruct((batch, heads, queries, values), v.dtype),
+        jax.ShapeDtypeStruct((batch, heads, queries, values), dtype),
         pl.BlockSpec(
           (None, None, plan.t, values), lambda b, h, i, j: (b, h, i, 0)
         ),

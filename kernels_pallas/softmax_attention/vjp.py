@@ -114,12 +114,13 @@ def core(
   rows: Rows,
 ) -> tuple[jax.Array, jax.Array]:
   """The function of `reference.forward` on the platform of the program."""
-  return _forward(config, implementation, q, k, v, bias, table, rows)
+  out, lse = _forward(config, implementation, q, k, v, bias, table, rows)
+  return out.astype(v.dtype), lse
 
 
 def _core_forward(config, implementation, *args):
   out, lse = _forward(config, implementation, *args)
-  return (out, lse), (args, out, lse)
+  return (out.astype(args[2].dtype), lse), (args, out, lse)
 
 
 def _core_backward(config, implementation, residual, cotangents):

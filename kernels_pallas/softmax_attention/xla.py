@@ -160,7 +160,7 @@ def forward(
   table: jax.Array | None,
   rows: Rows,
 ) -> tuple[jax.Array, jax.Array]:
-  """The function of `reference.forward`."""
+  """The function of `reference.forward`; out in `tiles.out_dtype`."""
   groups = k.shape[2]
   plan = _plan(config, rows, q.shape[1], k.shape[1])
   if table is not None:
@@ -198,7 +198,7 @@ def forward(
     seen = total > 0
     total = jnp.where(seen, total, 1.0)
     lse = jnp.where(seen, peak + jnp.log(total), -jnp.inf)
-    return (out / total).astype(v.dtype), lse[..., 0]
+    return (out / total).astype(tiles.out_dtype(v, bias)), lse[..., 0]
 
   out, lse = jax.lax.map(
     lambda x: block(*x), (jnp.arange(plan.n), _queries(q, rows, plan, groups))

@@ -74,6 +74,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config.train.update(steps=600, batch_size=16)
     config.tmevolve.steps = 8
   elif arg == 'tiny':
+    config.train.quick_compile = True
     # The control is TMEvolve to the compiler; ABMIL costs it little.
     config.models = ('gated_abmil', 'tmevolve')
     config.data.update(

@@ -77,6 +77,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   )
   config.report = ConfigDict(dict(bootstrap=1000))
   if arg == 'tiny':
+    config.train.quick_compile = True
     config.data.update(
       users=40, protocols=('item', 'random'), random_orders=1, window=8,
       augment=1,

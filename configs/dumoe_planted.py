@@ -62,6 +62,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   )
   config.report = ConfigDict(dict(bootstrap=500))
   if arg == 'tiny':
+    config.train.quick_compile = True
     config.variants = ('three_stage', 'sasrec')
     config.data.update(
       users=24, length=10, num_items=24, interests=3, widths=(3,), rates=(0.2,),

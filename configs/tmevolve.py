@@ -58,6 +58,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   if arg == 'all':
     config.data.sets = ('ucsb', 'musk1', 'musk2', 'elephant')
   elif arg == 'tiny':
+    config.train.quick_compile = True
     config.data.update(sets=('musk1',), folds=3)
     config.train.update(steps=4, runs=1, log_every=2, save_every=2)
     config.model.hidden = 8

@@ -87,6 +87,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   )
   config.report = ConfigDict(dict(bootstrap=1000, bags=4))
   if arg == 'tiny':
+    config.train.quick_compile = True
     # The control is TMEvolve to the compiler; ABMIL costs it little.
     config.variants = ('gated_abmil', 'tmevolve')
     config.concepts.variants = ()

@@ -26,6 +26,8 @@ class Options:
     max_in_flight: calls dispatched before the oldest is waited for.
     profile: (first, last) steps to profile, or ().
     compilation_cache: folder of JAX's persistent cache, '' for none.
+    quick_compile: on CPUs, prefer compiling in less time to running in less,
+      where the compiler offers it (jax 0.10): for tiny runs.
     allow_config_change: resume although the experiment changed.
   """
 
@@ -40,6 +42,7 @@ class Options:
   max_in_flight: int = 2
   profile: tuple[int, ...] = ()
   compilation_cache: str = ''
+  quick_compile: bool = False
   allow_config_change: bool = False
 
   @classmethod

@@ -31,6 +31,17 @@ def test_one_trace_of_each_function(tmp_path, parallel):
   assert cost['argument_bytes'] > 0
 
 
+def test_quick_compile_changes_rounding_at_most():
+  fit = lambda **options: train.fit(
+    toy.build(), toy.data(), steps=20, options=train.Options(**options)
+  )
+  quick, slow = fit(quick_compile=True), fit()
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+    quick.state.params, slow.state.params,
+  )  # fmt: skip
+
+
 def test_rows_come_when_they_are_due():
   rows = toy.Rows()
   options = train.Options(log_every=3, eval_every=4)

@@ -137,8 +137,9 @@ def fit(
     for writer in writers:
       stack.callback(writer.close)
     programs = make_programs(
-      stages, evaluations or {}, layout, seed=seed, folds=options.steps_per_call
-    )
+      stages, evaluations or {}, layout, seed=seed,
+      folds=options.steps_per_call, quick_compile=options.quick_compile,
+    )  # fmt: skip
     if evaluate_only:
       # The run ends where it stands, and nothing is written.
       stages = cut_stages(stages[: meta.stage + 1], meta.step)

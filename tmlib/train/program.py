@@ -16,6 +16,9 @@ from tmlib.train.stages import Stage
 
 __all__ = ['Program', 'make_programs']
 
+# Emitting fusions through MLIR is most of what a small program compiles for.
+_QUICK = {'xla_cpu_use_fusion_emitters': False}
+
 
 class Program:
   """Everything of one stage that is traced, once."""
@@ -29,6 +32,7 @@ class Program:
     *,
     seed: int = 0,
     folds: int = 1,
+    quick_compile: bool = False,
   ):
     """Places resident data and works out shapes; compiles nothing.
 
@@ -39,8 +43,10 @@ class Program:
       layout: mesh and mode.
       seed: of the initial state.
       folds: updates per call.
+      quick_compile: see `tmlib.options.Options`.
     """
     self.data, self._layout, self._folds = data, layout, folds
+    self._quick = quick_compile and layout.on_cpu
     self._evaluators = evaluators
     self._resident = None if data is None else layout.replicate(data.resident)
     name = layout.axis_name(data)
@@ -96,8 +102,9 @@ class Program:
     wanted |= {('evaluate', key): low for key, low in evaluations.items()}
     if init:
       wanted['init', 0] = self._init.lower(self._resident, self._example)
+    compiled = lambda lowered: _compile(lowered, self._quick)
     with ThreadPoolExecutor(None if self._layout.on_cpu else 1) as pool:
-      done = dict(zip(wanted, pool.map(_compile, wanted.values()), strict=True))
+      done = dict(zip(wanted, pool.map(compiled, wanted.values()), strict=True))
     costs = []
     for (kind, key), (compiled, cost) in done.items():
       if kind == 'init':
@@ -173,6 +180,7 @@ def make_programs(
   *,
   seed: int,
   folds: int,
+  quick_compile: bool = False,
 ) -> list[Program]:
   """The program of each stage; stages of one method and stream share one.
 
@@ -182,6 +190,7 @@ def make_programs(
     layout: mesh and mode.
     seed: of the initial state.
     folds: updates per call.
+    quick_compile: see `tmlib.options.Options`.
 
   Returns:
     One per stage.
@@ -194,15 +203,21 @@ def make_programs(
     key = id(stage.build), id(stage.data)
     if key not in made:
       made[key] = Program(
-        stage.build, stage.data, evaluators, layout, seed=seed, folds=folds
-      )
+        stage.build, stage.data, evaluators, layout, seed=seed, folds=folds,
+        quick_compile=quick_compile,
+      )  # fmt: skip
   return [made[id(stage.build), id(stage.data)] for stage in stages]
 
 
-def _compile(lowered: Any) -> tuple[Any, dict[str, float | None]]:
+def _compile(lowered: Any, quick: bool) -> tuple[Any, dict[str, float | None]]:
   """The program, and what the compiler says of one call on one device."""
   start = time.monotonic()
-  compiled = lowered.compile()
+  try:
+    compiled = lowered.compile(compiler_options=_QUICK if quick else None)
+  except jax.errors.JaxRuntimeError as error:
+    if not quick or 'No such compile option' not in str(error):
+      raise
+    compiled = lowered.compile()
   seconds = round(time.monotonic() - start, 3)
   cost, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
   return compiled, {

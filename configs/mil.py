@@ -14,9 +14,11 @@ regression), `:tiny` (seconds, to see that it runs). Another set:
 come without a text encoder.
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
-from tmlib.config import default_config
+from configs import tmevolve
 
 # The first is the reference that the others are compared with.
 MODELS = (
@@ -40,28 +42,10 @@ MODELS = (
 
 def get_config(arg: str | None = None) -> ConfigDict:
   """The config; `arg` names the model."""
-  config = default_config()
-  config.experiment = 'tmevolve'
+  config: Any = tmevolve.get_config()
   config.models = ('gated_abmil',)
-  config.data = ConfigDict(dict(sets=('ucsb',), folds=10, neighbours=8))
-  config.train.update(
-    steps=100, batch_size=16, runs=5, log_every=25, save_every=50
-  )
-  config.optimizer.update(learning_rate=1e-3, weight_decay=1e-2)
-  # One width, scorer, dropout and optimizer for all models.
-  config.model = ConfigDict(dict(hidden=64, attention=64, dropout=0.25))
-  config.tmevolve = ConfigDict(
-    dict(
-      regions=4,
-      num_concepts=8,
-      steps=4,
-      reaction='none',
-      pooling='region',
-      integrator='euler',
-      balance=0.01,
-    )
-  )
-  config.report = ConfigDict(dict(bootstrap=2000, bags=6))
+  # One width and scorer for all models.
+  config.model.attention = 64
   if arg == 'compare':
     config.models = MODELS
     config.data.sets = ('ucsb', 'musk1', 'musk2', 'elephant')

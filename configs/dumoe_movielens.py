@@ -14,9 +14,9 @@ the time on two cores: `--config.data.protocols="('random',)"
 --config.data.random_orders=1 --config.data.first_order=3 --config.seed=3`.
 Measured so at commit ddc17fa, over orders 0 to 9 (HR@10, mean and sd of the
 reports): popularity .0820 sd .0054, Markov .1892 sd .0083, DUMoE .2100 sd
-.0108, ahead of Markov in all ten. The number of steps was raised to 600 after 300 with
-five items ahead had not beaten Markov on the same test events, so the margin is
-a little optimistic.
+.0108, ahead of Markov in all ten. The number of steps was raised to 600 after
+300 with five items ahead had not beaten Markov on the same test events, so the
+margin is a little optimistic.
 
 Then `--mode=predict` recommends to every user, or to those of
 `--config.data.predict=history.csv` (user,item,timestamp). Args: `tiny`.

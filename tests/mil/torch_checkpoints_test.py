@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tmlib.data import read_pt
 from tmlib.mil import Bag, batch_bags, create_model, from_torch
 from tmlib.mil.dtfd import DTFD
 from tmlib.mil.nystrom import NystromParams, nystrom_attention
@@ -217,10 +218,7 @@ def test_published_checkpoints_equal_torch(file, prefix, seed):
   path = CHECKPOINTS / file
   if not path.is_file():
     pytest.skip(f'{file} is not beside the checkout')
-  data = pytest.importorskip('tmlib.data')
-  if not hasattr(data, 'read_pt'):
-    pytest.skip('tmlib.data has no read_pt yet')
-  model = from_torch(data.read_pt(path))
+  model = from_torch(read_pt(path))
   found = {
     key.removeprefix(f'{prefix}_'): value
     for key, value in goldens('torch_checkpoints').items()

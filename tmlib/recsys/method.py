@@ -37,6 +37,7 @@ __all__ = [
   'build_stage',
   'dumoe_stages',
   'enter_experts',
+  'enter_gate',
   'sasrec_method',
 ]
 
@@ -369,6 +370,33 @@ def enter_experts(
   return enter
 
 
+def enter_gate(
+  config: DUMoEConfig, optimizer: optax.GradientTransformation
+) -> Callable[[TrainState, Data | None], TrainState]:
+  r"""The boundary before the distillation: a gate that knows the centres.
+
+  softmax_e(-|x - c_e|^2 / (t D)) = softmax_e((2 c_e^T x - |c_e|^2) / (t D)), so
+  W_g = 2 C / (t D) is the assignment but for the sizes |c_e|^2, which a gate
+  without offsets can only fit by training.
+
+  Args:
+    config: the model; t is its `temperature`.
+    optimizer: of the stage, as `stage_optimizer` made it.
+
+  Returns:
+    (state, data) -> state, for `Stage.enter`.
+  """
+
+  def enter(state: TrainState, data: Data | None) -> TrainState:
+    del data
+    kernel = jnp.swapaxes(state.params['centres'], -1, -2)
+    kernel = kernel * 2 / (config.temperature * config.dim)
+    params = state.params | {'gate': {'kernel': kernel}}
+    return _restart(state.replace(params=params), optimizer)
+
+  return enter
+
+
 def _match_runs(batch: Any, per_run: bool, runs: int) -> Any:
   """Gives each run its batch; the mesh may have padded the runs with copies."""
   if not per_run:
@@ -446,6 +474,8 @@ def dumoe_stages(
     enter = None
     if name == 'experts':
       enter = enter_experts(config, transform, kmeans_batches)
+    elif name == 'distil':
+      enter = enter_gate(config, transform)
     elif i:
       enter = lambda state, data, t=transform: _restart(state, t)
     stages.append(Stage(name, int(counts[i]), build, enter))

@@ -1,5 +1,7 @@
 """Windows by hand; the generator has the statistics it was asked for."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -108,6 +110,44 @@ def test_planted_switching():
   assert residual.std() == pytest.approx(1, abs=0.02)
   assert abs(residual.mean()) < 0.02
   assert found.table.num_items == 60
+
+
+def test_the_filter_against_all_paths():
+  catalogue = planted.make_catalogue(12, 3, ())
+  found = planted.switching_users(
+    catalogue, 5, 4, 0.3, stray=0.2, concentration=1.0
+  )
+  items = found.table.item.reshape(5, 4)
+  chance = 0.8 * catalogue.popularity + 0.2 / 12
+  rows = np.array([2, 7, 19])
+  got = planted.filter_scores(found, catalogue, rows)
+  for score, row in zip(got, rows, strict=True):
+    user, last = divmod(row, 4)
+    theta, total = found.mixture[user], np.zeros(12)
+    step = 0.7 * np.eye(3) + 0.3 * theta
+    # Every path of interests up to the next event, weighed by brute force.
+    for path in itertools.product(range(3), repeat=last + 2):
+      p = theta[path[0]]
+      for t in range(last + 1):
+        p *= chance[path[t], items[user, t]] * step[path[t], path[t + 1]]
+      total += p * catalogue.popularity[path[-1]]
+    np.testing.assert_allclose(score, total / total.sum(), rtol=1e-12)
+
+
+def test_who_knows_more_ranks_better():
+  catalogue = planted.make_catalogue(60, 4, ())
+  found = planted.switching_users(catalogue, 2000, 12, 0.2)
+  rows = np.arange(2000) * 12 + 10
+  target = found.table.item[rows + 1]
+  hits = []
+  for scores in (
+    planted.oracle_scores(found, catalogue, rows),
+    planted.filter_scores(found, catalogue, rows),
+    np.tile(np.bincount(found.table.item, minlength=60), (2000, 1)),
+  ):
+    own = scores[np.arange(2000), target][:, None]
+    hits.append(np.mean((scores >= own).sum(1) <= 10))
+  assert hits[0] > hits[1] + 0.01 > hits[2] + 0.1
 
 
 def test_planted_decay_follows_its_half_life():

@@ -38,7 +38,7 @@ class Interval(NamedTuple):
     high: upper end.
     standard_error: standard deviation of the resampled metric.
     level: coverage aimed at, for example 0.95.
-    method: 'percentile' or 'bca'.
+    method: 'percentile', 'basic' or 'bca'.
     samples: resamples drawn.
     undefined: resamples on which the metric was NaN; they are left out.
   """
@@ -80,7 +80,9 @@ def bootstrap_interval(
 ) -> Interval:
   r"""Bootstrap confidence interval of metric(*arrays).
 
-  'percentile' takes the quantiles of the resampled metric. 'bca' (bias
+  'percentile' takes the quantiles of the resampled metric. 'basic' reflects
+  them about the estimate, [2 v - q_high, 2 v - q_low]: it suits metrics that
+  repeated rows bias, such as mutual information. 'bca' (bias
   corrected and accelerated) moves them: with z0 = Phi^-1(share of resamples
   below the estimate) and acceleration a from the jackknife, the ends are the
   quantiles Phi(z0 + (z0 + z) / (1 - a (z0 + z))), z = Phi^-1(alpha/2) and
@@ -94,7 +96,7 @@ def bootstrap_interval(
     samples: resamples, >= 100.
     seed: of the resampling; equal seeds draw equal resamples.
     level: coverage in (0, 1).
-    method: 'bca' or 'percentile'.
+    method: 'bca', 'percentile' or 'basic'.
 
   Returns:
     Interval; its ends are NaN if the metric is.
@@ -125,6 +127,8 @@ def bootstrap_interval(
     if method == 'bca':
       tail = _bca_levels(metric, tables, units, value, defined, tail)
   low, high = np.quantile(defined, tail)
+  if method == 'basic':
+    low, high = 2 * value - high, 2 * value - low
   error = float(defined.std(ddof=1)) if len(defined) > 1 else float('nan')
   return Interval(
     value, float(low), float(high), error, level, method, samples, undefined
@@ -269,8 +273,10 @@ def _check_bootstrap(arrays, groups, samples, level, method):
     raise ValueError(f'samples must be >= 100, got {samples}')
   if not 0 < level < 1:
     raise ValueError(f'level must be in (0, 1), got {level}')
-  if method not in ('bca', 'percentile'):
-    raise ValueError(f"method must be 'bca' or 'percentile', got {method!r}")
+  if method not in ('bca', 'percentile', 'basic'):
+    raise ValueError(
+      f"method must be 'bca', 'percentile' or 'basic', got {method!r}"
+    )
   if groups is None:
     units = list(np.arange(lengths[0])[:, None])
   else:

@@ -19,6 +19,7 @@ __all__ = [
   'Catalogue',
   'Planted',
   'decaying_users',
+  'filter_scores',
   'make_catalogue',
   'oracle_scores',
   'switching_users',
@@ -51,6 +52,7 @@ class Planted(NamedTuple):
     mixture: [U, K] float64, theta.
     profile: [U, K] float32, noisy logarithms of theta.
     switch_rate: rho; NaN where there is none.
+    stray: share of events at a random item.
   """
 
   table: EventTable
@@ -59,6 +61,7 @@ class Planted(NamedTuple):
   mixture: np.ndarray
   profile: np.ndarray
   switch_rate: float
+  stray: float
 
 
 def _check(**bounds: tuple[float, float, float]) -> None:
@@ -145,13 +148,13 @@ def _times(rng, users, length, gap):
   return np.floor(1e9 + np.cumsum(gaps, 1)).astype(np.int64)
 
 
-def _finish(rng, table, interest, mixture, rate):
+def _finish(rng, table, interest, mixture, rate, stray):
   changed = np.diff(interest, axis=1, prepend=interest[:, :1]) != 0
   profile = np.log(mixture + 0.02) + 0.3 * rng.normal(size=mixture.shape)
   profile = profile - profile.mean(1, keepdims=True)
   return Planted(
     table, interest.reshape(-1).astype(np.int32), changed.reshape(-1),
-    mixture, profile.astype(np.float32), rate,
+    mixture, profile.astype(np.float32), rate, stray,
   )  # fmt: skip
 
 
@@ -216,7 +219,7 @@ def switching_users(
     interest[:, t] = np.where(again, fresh, interest[:, t - 1])
   times = _times(rng, users, length, gap)
   table = _events(rng, catalogue, interest, times, stray, noise, missing)
-  return _finish(rng, table, interest, mixture, switch_rate)
+  return _finish(rng, table, interest, mixture, switch_rate, stray)
 
 
 def decaying_users(
@@ -272,7 +275,7 @@ def decaying_users(
     interest[:, t] = np.where(rng.random(users) < innovation, fresh, taken)
   table = _events(rng, catalogue, interest, times, 0.0, noise, 0.0)
   mixture = np.full((users, count), 1 / count)
-  return _finish(rng, table, interest, mixture, float('nan'))
+  return _finish(rng, table, interest, mixture, float('nan'), 0.0)
 
 
 def oracle_scores(
@@ -290,8 +293,47 @@ def oracle_scores(
   Returns:
     [n, I] float64.
   """
-  state, user = planted.interest[rows], planted.table.user[rows]
+  belief = np.eye(len(catalogue.popularity))[planted.interest[rows]]
+  return _next_interest(planted, belief, planted.table.user[rows]) @ (
+    catalogue.popularity
+  )
+
+
+def filter_scores(
+  planted: Planted, catalogue: Catalogue, rows: np.ndarray
+) -> np.ndarray:
+  r"""Pr(item of the next event | theta and the events up to each of `rows`).
+
+  The filter of the hidden Markov chain: b_t(k) ~ Pr(item_t | k)
+  ((1 - rho) b_{t-1} + rho theta)(k), Pr(i | k) with strays. The features say
+  nothing beside the item. No model that sees the events, with or without theta,
+  can rank better on average. An item belongs to one interest, so its logarithm
+  is log b(interest of i) + log popularity(i): linear in the logarithms of K
+  beliefs, and one linear readout of a good user vector serves all interests.
+
+  Args:
+    planted: of `switching_users`.
+    catalogue: that it was drawn from.
+    rows: [n] rows of the table, the last events seen.
+
+  Returns:
+    [n, I] float64, strays left out, as in `oracle_scores`.
+  """
+  table, size = planted.table, len(catalogue.interest)
+  chance = (1 - planted.stray) * catalogue.popularity + planted.stray / size
+  users = len(planted.mixture)
+  likelihood = chance[:, table.item].T.reshape(users, -1, len(chance))
+  belief = np.empty_like(likelihood)
+  prior = planted.mixture
+  for t in range(likelihood.shape[1]):
+    found = prior * likelihood[:, t]
+    belief[:, t] = found / found.sum(1, keepdims=True)
+    prior = _next_interest(planted, belief[:, t], np.arange(users))
+  last = belief.reshape(-1, len(chance))[rows]
+  return _next_interest(planted, last, table.user[rows]) @ catalogue.popularity
+
+
+def _next_interest(planted, belief, user):
+  """[n, K], law of the interest one event after `belief`."""
   rho = planted.switch_rate
-  nxt = rho * planted.mixture[user]
-  nxt[np.arange(len(rows)), state] += 1 - rho
-  return nxt @ catalogue.popularity
+  return (1 - rho) * belief + rho * planted.mixture[user]

@@ -97,10 +97,10 @@ def test_the_gate_starts_as_the_assignment_to_the_centres():
   runs = [adapter.init_adapter(key, config) for key in keys[:2]]
   params = jax.tree.map(lambda *x: jnp.stack(x), *runs)
   params['centres'] = jax.random.normal(keys[2], (2, 3, 8))
-  optimizer = optax.sgd(0.1)
+  optimizer, zero = optax.sgd(0.1), jnp.zeros(2, jnp.int32)
   state = train.TrainState(
-    step=jnp.zeros(2, jnp.int32), key=keys[:2], params=params, opt_state=(),
-    ema_params=None, skips=Skips(*[jnp.zeros(2, jnp.int32)] * 3, {}),
+    step=zero, key=keys[:2], params=params, opt_state=(),
+    ema_params=None, skips=Skips(zero, zero, zero, {}),
   )  # fmt: skip
   new = method.enter_gate(config, optimizer)(state, None)
   x = np.random.default_rng(0).normal(size=(5, 8))

@@ -141,10 +141,31 @@ def shop():
   return Case(market.market_method(game, 8, users=16))
 
 
-MAKERS = (linear, noisy, bandit, duels, crowd, shop, spins, abmil, tmevolve)
+def poison_windows(batch):
+  pad = batch['item'] == 0
+  moved = {k: jnp.where(pad, 77, batch[k]) for k in ('time', 'now')}
+  return batch | moved
+
+
+def sasrec():
+  from tests.recsys import support
+  from tmlib.recsys.method import sasrec_method
+
+  learn, ask = support.arrays()
+  build = sasrec_method(
+    30, optax.sgd(0.1), dim=8, heads=2, hidden=8, blocks=1, dropout=0.0
+  )
+  return Case(
+    build, train.array_data(learn, 8), train.pass_data(ask, 8), poison_windows
+  )
+
+
+MAKERS = (
+  linear, noisy, bandit, duels, crowd, shop, spins, abmil, tmevolve, sasrec,
+)  # fmt: skip
 CASES = {f.__name__: functools.cache(f) for f in MAKERS}
 # Their checks that compile once more than the others are slow tests.
-HEAVY = ('abmil', 'tmevolve', 'duels', 'crowd', 'shop', 'spins')
+HEAVY = ('abmil', 'tmevolve', 'duels', 'crowd', 'shop', 'spins', 'sasrec')
 NAMES = [
   pytest.param(name, marks=pytest.mark.slow) if name in HEAVY else name
   for name in sorted(CASES)
@@ -176,12 +197,15 @@ class Started(NamedTuple):
 _STARTED: dict[Any, Started] = {}
 
 
+def first_batch(data):
+  batch = data.load(0, slice(0, data.batch_size))
+  return jax.tree.map(jnp.asarray, data.gather(data.resident, batch))
+
+
 def start(case):
   if case.build not in _STARTED:
-    method, batch, data = case.build(None), None, case.data
-    if data is not None:
-      batch = data.load(0, slice(0, data.batch_size))
-      batch = jax.tree.map(jnp.asarray, data.gather(data.resident, batch))
+    method, data = case.build(None), case.data
+    batch = None if data is None else first_batch(data)
     init, update = jax.jit(method.init), jax.jit(method.update)
     state = init(jax.random.key(0), batch)
     _STARTED[case.build] = Started(method, init, update, state, batch)
@@ -236,20 +260,25 @@ def test_vmap_over_keys_equals_a_loop(light_case):
     toy.assert_close(toy.pick(together, i), one, case.atol)
 
 
-def test_padding_never_changes_a_valid_output(case):
-  method, _, update, state, batch = start(case)
-  if case.passed is None:
-    pytest.skip('nothing to pad')
+def repad(case, batch):
+  """The batch with padded examples, twice, with other contents in them."""
   weight = batch['weight'].at[5:].set(0)
   batch = batch | {'weight': weight}
   # Padded examples may hold anything finite; padding inside one, even NaN.
   other = jax.tree.map(lambda x: x.at[5:].set(x[:3][::-1]), batch)
   other = other | {'weight': weight}
-  if case.pad is not None:
-    other = case.pad(other)
-  toy.assert_close(update(state, batch), update(state, other), case.atol)
+  return batch, other if case.pad is None else case.pad(other)
+
+
+def test_padding_never_changes_a_valid_output(case):
+  method, _, update, state, batch = start(case)
+  if case.passed is None:
+    pytest.skip('nothing to pad')
+  one, two = (update(state, b) for b in repad(case, batch))
+  toy.assert_close(one, two, case.atol)
   evaluate = jax.jit(method.evaluate)
-  a, b = evaluate(state, batch), evaluate(state, other)
+  pair = repad(case, first_batch(case.passed))
+  a, b = (evaluate(state, batch) for batch in pair)
   toy.assert_close(a['sums'], b['sums'], case.atol)
   for name in a['outputs']:
     np.testing.assert_allclose(

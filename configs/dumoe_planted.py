@@ -23,7 +23,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   config.experiment = 'dumoe_planted'
   config.variants = (
     'three_stage', 'joint', 'two_stage', 'random_gate', 'no_moe',
-    'no_short_path', 'no_drift_gate', 'sasrec', 'half_life',
+    'no_short_path', 'no_drift_gate', 'sasrec', 'half_life', 'half_life_noisy',
   )  # fmt: skip
   config.data = ConfigDict(
     dict(

@@ -1,7 +1,8 @@
 """DUMoE on users whose interests drift in a way that is known.
 
-Every data set is a group (switching rate, seed); a part is one model, its runs
-are groups. Truth is simulated again by the report and never enters a batch.
+Every data set is a group (switching rate, or decay, and seed); a part is one
+model, its runs are groups. Truth is simulated again by the report and never
+enters a batch.
 """
 
 import functools
@@ -19,6 +20,7 @@ from tmlib.recsys.options import DUMoEConfig
 
 __all__ = [
   'CURVE',
+  'DECAYS',
   'VARIANTS',
   'World',
   'catalogue_of',
@@ -39,6 +41,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
   'no_drift_gate': ('three', {'fusion': 'plain'}),
   'static_fusion': ('three', {'fusion': 'static'}),
 }
+# variant -> features of the users with a planted decay
+DECAYS = {'half_life': 'clean', 'half_life_noisy': 'noisy'}
 # Those that are run at every switching rate, the others at `data.main_rate`.
 CURVE = ('three_stage', 'no_short_path', 'no_drift_gate', 'sasrec')
 
@@ -57,44 +61,46 @@ def catalogue_of(config) -> planted.Catalogue:
 
 
 @functools.lru_cache(maxsize=64)
-def _world(catalogue_key, users, length, rate, noise, seed) -> World:
+def _world(catalogue_key, users, length, law, noise, seed) -> World:
   catalogue = planted.make_catalogue(*catalogue_key)
-  if np.isnan(rate):
+  if isinstance(law, str):
     truth = planted.decaying_users(
-      catalogue, users, length, noise=noise, seed=seed
+      catalogue, users, length, noise=noise * (law == 'noisy'), seed=seed
     )
   else:
     truth = planted.switching_users(
-      catalogue, users, length, rate, noise=noise, seed=seed
+      catalogue, users, length, law, noise=noise, seed=seed
     )
   sequences = events.order_events(truth.table, 'file')
   return World(truth, splits.leave_last_out(sequences))
 
 
-def world_of(config, rate: float, seed: int) -> World:
-  """The data set of a rate (NaN for planted decay) and a seed."""
+def world_of(config, law: float | str, seed: int) -> World:
+  """The data set of a switching rate, or a decay, and a seed."""
   d = config.data
   key = (d.num_items, d.interests, tuple(d.widths), config.seed)
-  return _world(key, d.users, d.length, float(rate), d.noise, seed)
+  return _world(key, d.users, d.length, law, d.noise, seed)
 
 
-def runs_of(config, variant: str) -> list[tuple[float, int]]:
-  """(rate, seed) of each run of a variant."""
+def runs_of(config, variant: str) -> list[tuple[float | str, int]]:
+  """(switching rate or features of a decay, seed) of each run."""
   d = config.data
-  rates: Sequence[float] = d.rates if variant in CURVE else (d.main_rate,)
-  if variant == 'half_life':
-    rates = (float('nan'),)
-  return [(rate, seed) for rate in rates for seed in range(config.train.runs)]
+  laws: Sequence[float | str] = (d.main_rate,)
+  if variant in CURVE:
+    laws = d.rates
+  elif variant in DECAYS:
+    laws = (DECAYS[variant],)
+  return [(law, seed) for law in laws for seed in range(config.train.runs)]
 
 
 def make(config) -> train.Experiment:
   """One part per variant, then the report."""
   d = config.data
-  unknown = set(config.variants) - {*VARIANTS, 'sasrec', 'half_life'}
+  known = {*VARIANTS, 'sasrec', *DECAYS}
+  unknown = set(config.variants) - known
   if unknown:
     raise ValueError(
-      f'variants: {sorted(unknown)[0]!r} is not one of '
-      f'{sorted([*VARIANTS, "sasrec", "half_life"])}'
+      f'variants: {sorted(unknown)[0]!r} is not one of {sorted(known)}'
     )
   if config.train.runs < 1:
     raise ValueError('train.runs=0: the planted data need at least one seed')
@@ -122,7 +128,7 @@ def model_of(config, variant: str) -> tuple[DUMoEConfig, str]:
       d.num_items, num_tags=2 * d.interests, interest=m.interest, dim=m.dim,
       heads=m.heads, blocks=m.blocks, hidden=m.hidden, dropout=m.dropout,
     ), 'none'  # fmt: skip
-  if variant == 'half_life':
+  if variant in DECAYS:
     # The decay alone: no transformer, no profile, one head from one day.
     alone = dict(
       blocks=0, buckets=0, profile_dim=0, experts=0, half_lives=(86400.0,),
@@ -136,7 +142,7 @@ def model_of(config, variant: str) -> tuple[DUMoEConfig, str]:
 def _part(config, variant: str) -> train.Experiment:
   d = config.data
   runs = runs_of(config, variant)
-  worlds = [world_of(config, rate, seed) for rate, seed in runs]
+  worlds = [world_of(config, law, seed) for law, seed in runs]
   options: dict[str, Any] = dict(now=d.now)
   learn, ask = [], []
   for world in worlds:

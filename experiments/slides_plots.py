@@ -12,7 +12,9 @@ from experiments.plots import figure
 from tmlib.data.slides import heatmap_raster, percentile_ranks
 from tmlib.mil.survival import kaplan_meier, logrank
 
-__all__ = ['confusion', 'heatmap', 'scatter', 'survival_curves']
+__all__ = [
+  'confusion', 'draw_survival', 'heatmap', 'scatter', 'survival_curves',
+]  # fmt: skip
 
 
 def heatmap(
@@ -99,37 +101,43 @@ def survival_curves(
     high: [n] bool, the patients with the higher predicted risk.
     unit: of the time, for the axis.
   """
+  with figure(path, size=4.4) as (_, axes):
+    title = 'tested patients, split at the median risk of their fold\n'
+    return draw_survival(axes[0, 0], time, event, high, unit, title)
+
+
+def draw_survival(
+  ax: Any, time: Any, event: Any, high: np.ndarray, unit: str, title: str
+) -> float:
+  """The curves of `survival_curves` in one panel; returns the log-rank p."""
   try:
     pvalue = logrank(time, event, high).pvalue
   except ValueError:
     pvalue = float('nan')  # one group, or no event
-  with figure(path, size=4.4) as (_, axes):
-    ax = axes[0, 0]
-    for group, colour, label in (
-      (False, 'C0', 'lower'),
-      (True, 'C3', 'higher'),
-    ):
-      chosen = high == group
-      if not chosen.any():
-        continue
-      curve = kaplan_meier(time[chosen], event[chosen])
-      x = np.concatenate([[0], curve.time])
-      y = np.concatenate([[1], curve.survival])
-      error = np.concatenate([[0], curve.std])
-      low, top = (
-        np.clip(y - 1.96 * error, 0, 1),
-        np.clip(y + 1.96 * error, 0, 1),
-      )
-      ax.step(x, y, where='post', color=colour,
-              label=f'{label} risk, {chosen.sum()} patients')  # fmt: skip
-      ax.fill_between(x, low, top, step='post', color=colour, alpha=0.15, lw=0)
-    ax.set(
-      xlabel=unit, ylabel='share without the event', ylim=(0, 1.02),
-      title=f'tested patients, split at the median risk of their fold\n'
-      f'log-rank p = {pvalue:.2g}; band: 95 %',
-    )  # fmt: skip
-    ax.title.set_fontsize(8)
-    ax.legend(fontsize=7, frameon=False)
+  for group, colour, label in (
+    (False, 'C0', 'lower'),
+    (True, 'C3', 'higher'),
+  ):
+    chosen = high == group
+    if not chosen.any():
+      continue
+    curve = kaplan_meier(time[chosen], event[chosen])
+    x = np.concatenate([[0], curve.time])
+    y = np.concatenate([[1], curve.survival])
+    error = np.concatenate([[0], curve.std])
+    low, top = (
+      np.clip(y - 1.96 * error, 0, 1),
+      np.clip(y + 1.96 * error, 0, 1),
+    )
+    ax.step(x, y, where='post', color=colour,
+            label=f'{label} risk, {chosen.sum()} patients')  # fmt: skip
+    ax.fill_between(x, low, top, step='post', color=colour, alpha=0.15, lw=0)
+  ax.set(
+    xlabel=unit, ylabel='share without the event', ylim=(0, 1.02),
+    title=f'{title}log-rank p = {pvalue:.2g}; band: 95 %',
+  )  # fmt: skip
+  ax.title.set_fontsize(8)
+  ax.legend(fontsize=7, frameon=False)
   return pvalue
 
 

@@ -15,6 +15,13 @@ from tmlib.data.packing import (
   unpack_instances,
   unpack_values,
 )
+from tmlib.data.pathways import (
+  PathwayCohort,
+  pathway_components,
+  pathway_graph,
+  planted_pathways,
+  read_pathway_cohort,
+)
 from tmlib.data.slides import read_h5, read_pt
 from tmlib.data.validate import make_bag, select_nonempty, validate_bag
 
@@ -22,6 +29,7 @@ __all__ = [
   'MIL_SETS',
   'Bag',
   'BagSet',
+  'PathwayCohort',
   'batch_bags',
   'bucket_size',
   'fold_statistics',
@@ -30,8 +38,12 @@ __all__ = [
   'pack_bags',
   'pack_values',
   'pad_bag',
+  'pathway_components',
+  'pathway_graph',
+  'planted_pathways',
   'read_h5',
   'read_mil_csv',
+  'read_pathway_cohort',
   'read_pt',
   'select_nonempty',
   'standardize',

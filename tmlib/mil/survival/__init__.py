@@ -14,6 +14,11 @@ from tmlib.mil.survival.curves import (
   kaplan_meier,
   logrank,
 )
+from tmlib.mil.survival.linear import (
+  LinearCox,
+  linear_cox,
+  select_cox_penalty,
+)
 from tmlib.mil.survival.losses import (
   cox_nll,
   cox_sums,
@@ -31,6 +36,7 @@ from tmlib.mil.survival.scores import (
 
 __all__ = [
   'KaplanMeier',
+  'LinearCox',
   'LogRank',
   'Pairs',
   'TimeAUC',
@@ -49,7 +55,9 @@ __all__ = [
   'hazards_to_survival',
   'integrated_brier_score',
   'kaplan_meier',
+  'linear_cox',
   'logrank',
   'quantile_bins',
   'risk_score',
+  'select_cox_penalty',
 ]

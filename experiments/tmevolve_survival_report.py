@@ -322,7 +322,7 @@ def _pathways(config, study: runner.Study, params: Any, out: Path) -> None:
     return output.attention, slope[..., 0], regions
 
   attention = np.full((len(cohort.cases), pathways), np.nan)
-  slope, regions = attention.copy(), None
+  slope, regions = attention.copy(), np.zeros((pathways, 1))
   for fold, held in enumerate(cohort.test):
     one = jax.tree.map(lambda x, fold=fold: x[fold], params)
     # All patients, so that every fold has one shape; its own are kept.

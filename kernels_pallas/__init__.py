@@ -1,5 +1,6 @@
 """Attention and sparse kernels: the ground floor, which imports jax only."""
 
+from kernels_pallas.rectangle_attention import hstu_attention
 from kernels_pallas.softmax_attention import attention
 
-__all__ = ['attention']
+__all__ = ['attention', 'hstu_attention']

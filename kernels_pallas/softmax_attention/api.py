@@ -23,6 +23,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from kernels_pallas.common.checks import (
+  check_blocks,
+  check_implementation,
+  check_operands,
+  check_window,
+  checked_integers,
+  checked_lengths,
+  checked_offset,
+  checked_scale,
+  checked_segments,
+)
 from kernels_pallas.softmax_attention import reference, tiles, vjp
 from kernels_pallas.softmax_attention.options import (
   Blocks,
@@ -35,154 +46,14 @@ from kernels_pallas.softmax_attention.options import (
 
 __all__ = ['attention']
 
-_IMPLEMENTATIONS = (
-  None,
-  'pallas',
-  'xla',
-  'reference',
-  'interpret',
-  'interpret_gpu',
-)
-
-
-def _check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-  for name, x in (('q', q), ('k', k), ('v', v)):
-    if x.ndim != 4:
-      raise ValueError(
-        f'{name} has shape {x.shape}, expected [B, T, H, D]; add the missing '
-        'axis, or use jax.vmap for more'
-      )
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-      raise TypeError(f'{name} has dtype {x.dtype}, expected a float dtype')
-    if x.dtype != q.dtype:
-      raise TypeError(
-        f'{name} has dtype {x.dtype} but q has {q.dtype}; cast one of them'
-      )
-  if not q.shape[0] == k.shape[0] == v.shape[0]:
-    raise ValueError(
-      f'q, k, v hold {q.shape[0]}, {k.shape[0]}, {v.shape[0]} sequences; '
-      'repeat the keys and values that sequences share'
-    )
-  if q.shape[3] != k.shape[3] or q.shape[3] < 1:
-    raise ValueError(
-      f'q has {q.shape[3]} features and k has {k.shape[3]}; they are '
-      'multiplied and must agree (only v may differ)'
-    )
-  if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
-    raise ValueError(
-      f'k {k.shape} and v {v.shape} must agree in keys and heads'
-    )
-  if not k.shape[2] or q.shape[2] % k.shape[2]:
-    raise ValueError(
-      f'q has {q.shape[2]} heads, not a multiple of the {k.shape[2]} heads of '
-      'k and v; each of these serves as many query heads as all others'
-    )
-
-
-def _check_implementation(
-  implementation: str | None, q: jax.Array, v: jax.Array
-) -> None:
-  if implementation not in _IMPLEMENTATIONS:
-    raise ValueError(
-      f'implementation={implementation!r} must be one of {_IMPLEMENTATIONS}'
-    )
-  if implementation not in ('pallas', 'interpret', 'interpret_gpu'):
-    return
-  if implementation == 'pallas' and jax.default_backend() == 'cpu':
-    raise ValueError(
-      'implementation="pallas" has no CPU body; use None, or "interpret" to '
-      'test its numbers'
-    )
-  reason = vjp.refusal(q, v)
-  if reason:
-    raise ValueError(
-      f'implementation={implementation!r}: {reason}; use None or "xla"'
-    )
-
-
-def _integers(
-  name: str, x: Any, shape: tuple[int, ...], least: int | None = None
-) -> jax.Array:
-  """An int32 array of that shape; values are checked where they are known."""
-  x = jnp.asarray(x)
-  if not jnp.issubdtype(x.dtype, jnp.integer):
-    raise TypeError(f'{name} has dtype {x.dtype}, expected integers')
-  if x.shape != shape:
-    raise ValueError(f'{name} has shape {x.shape}, expected {shape}')
-  if least is not None and not isinstance(x, Tracer) and x.size:
-    lowest = int(np.min(np.asarray(x)))
-    if lowest < least:
-      raise ValueError(
-        f'{name} holds {lowest}, but must be at least {least} everywhere'
-      )
-  x = x.astype(jnp.int32)
-  return x if least is None else jnp.maximum(x, least)
-
-
-def _scale(scale: float | None, dim: int) -> float:
-  if scale is None:
-    return 1 / math.sqrt(dim)
-  if isinstance(scale, Tracer):
-    raise TypeError('scale is traced; multiply q by it and pass scale=1.0')
-  if not math.isfinite(float(scale)):
-    raise ValueError(f'scale={scale} must be finite; None is 1/sqrt({dim})')
-  return float(scale)
-
-
-def _offset(
-  offset: int | jax.Array, batch: int
-) -> tuple[int | None, jax.Array | None]:
-  """As a number that is known, or as an array."""
-  if isinstance(offset, int | np.integer):
-    return int(offset), None
-  shape = jnp.shape(offset)
-  if shape not in ((), (batch,)):
-    raise ValueError(
-      f'query_offset has shape {shape}, expected an integer or ({batch},)'
-    )
-  return None, jnp.broadcast_to(_integers('query_offset', offset, shape), batch)
-
-
-def _lengths(lengths: Any, batch: int, keys: int) -> jax.Array | None:
-  if lengths is None:
-    return None
-  lengths = _integers('lengths', lengths, (batch,), 0)
-  if not isinstance(lengths, Tracer) and batch:
-    highest = int(np.max(np.asarray(lengths)))
-    if highest > keys:
-      raise ValueError(f'lengths holds {highest}, but k has {keys} keys')
-  return lengths
-
-
-def _segments(
-  segments: Any, batch: int, queries: int, keys: int
-) -> tuple[jax.Array | None, jax.Array | None]:
-  if segments is None:
-    return None, None
-  if not isinstance(segments, tuple | list):
-    if queries != keys:
-      raise ValueError(
-        f'segment_ids is one array, but there are {queries} queries and {keys} '
-        'keys; pass a pair (of queries, of keys)'
-      )
-    segments = segments, segments
-  if len(segments) != 2:
-    raise ValueError(
-      f'segment_ids has {len(segments)} parts, expected (of queries, of keys)'
-    )
-  return (
-    _integers('segment_ids of queries', segments[0], (batch, queries)),
-    _integers('segment_ids of keys', segments[1], (batch, keys)),
-  )
-
 
 def _spans(
   spans: Spans | None, batch: int, queries: int, keys: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
   if spans is None:
     return None, None
-  of_query = _integers('spans.query', spans.query, (batch, queries), 0)
-  of_key = _integers('spans.key', spans.key, (batch, keys), 0)
+  of_query = checked_integers('spans.query', spans.query, (batch, queries), 0)
+  of_key = checked_integers('spans.key', spans.key, (batch, keys), 0)
   dependent = jnp.asarray(spans.dependent)
   if dependent.shape != (batch, queries) or dependent.dtype != bool:
     raise ValueError(
@@ -218,8 +89,10 @@ def _rotate(
     )
   if not (math.isfinite(rope.theta) and rope.theta > 0):
     raise ValueError(f'rope.theta={rope.theta} must be positive and finite')
-  positions = _integers('positions', positions, (batch, queries), 0)
-  key_positions = _integers('key_positions', key_positions, (batch, keys), 0)
+  positions = checked_integers('positions', positions, (batch, queries), 0)
+  key_positions = checked_integers(
+    'key_positions', key_positions, (batch, keys), 0
+  )
   if rope.interleaved:
     # Products of q and k do not care for the order of their features.
     halves = lambda x: jnp.swapaxes(
@@ -257,7 +130,7 @@ def _pages(
     raise ValueError(
       f'block_table has shape {table.shape}, expected [B, pages per sequence]'
     )
-  table = _integers('block_table', table, (batch, table.shape[1]), 0)
+  table = checked_integers('block_table', table, (batch, table.shape[1]), 0)
   last = min(k.shape[0], v.shape[0]) - 1
   if not isinstance(table, Tracer) and table.size:
     highest = int(np.max(np.asarray(table)))
@@ -269,19 +142,6 @@ def _pages(
     batch, -1, *x.shape[2:]
   )
   return take(k), take(v)
-
-
-def _static(window: int | None, blocks: Blocks | None) -> None:
-  if window is not None and (not isinstance(window, int) or window < 1):
-    raise ValueError(
-      f'window={window!r} must be an integer of at least 1 (the key of the '
-      'query itself), or None'
-    )
-  if blocks is not None and (min(blocks) < 16 or any(b % 16 for b in blocks)):
-    raise ValueError(
-      f'blocks={blocks} must be multiples of 16 (of 128 on a TPU, powers of '
-      'two on a GPU)'
-    )
 
 
 def attention(
@@ -359,17 +219,20 @@ def attention(
   q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
   if block_table is not None and q.ndim == k.ndim == v.ndim == 4:
     k, v = _pages(k, v, block_table, q.shape[0])
-  _check_operands(q, k, v)
-  _check_implementation(implementation, q, v)
-  _static(window, blocks)
+  check_operands(q, k, v)
+  check_implementation(implementation, vjp.refusal(q, v))
+  check_window(window)
+  check_blocks(blocks)
   batch, queries, heads, dim = q.shape
   keys = k.shape[1]
-  number, offset = _offset(query_offset, batch)
-  config = Config(_scale(scale, dim), bool(causal), window, number, blocks)
+  number, offset = checked_offset(query_offset, batch)
+  config = Config(
+    checked_scale(scale, dim), bool(causal), window, number, blocks=blocks
+  )
   rows = Rows(
     offset,
-    _lengths(lengths, batch, keys),
-    *_segments(segment_ids, batch, queries, keys),
+    checked_lengths(lengths, batch, keys),
+    *checked_segments(segment_ids, batch, queries, keys),
     *_spans(spans, batch, queries, keys),
   )
   bias = _bias(key_bias, batch, keys)
@@ -377,9 +240,13 @@ def attention(
   if not (batch and queries and heads and keys):
     out = jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype)
     lse = jnp.full((batch, heads, queries), -jnp.inf, jnp.float32)
-  elif implementation == 'reference':
-    out, lse = reference.forward(config, q, k, v, bias, table, rows)
   else:
-    both: Any = vjp.core(config, implementation, q, k, v, bias, table, rows)
+    args = q, k, v, bias, table, rows
+    # Annotations do not see through custom_vjp.
+    both: Any = (
+      reference.forward(config, *args)
+      if implementation == 'reference'
+      else vjp.core(config, implementation, *args)
+    )
     out, lse = both
   return (out, jnp.swapaxes(lse, 1, 2)) if return_lse else out

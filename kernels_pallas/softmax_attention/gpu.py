@@ -20,13 +20,13 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from kernels_pallas.common.launch import launch
+from kernels_pallas.common.numerics import LOG2E, dot, silu, softmax_step
+from kernels_pallas.common.padding import pad_axis
 from kernels_pallas.softmax_attention import tiles
 from kernels_pallas.softmax_attention.operands import (
   Operands,
   cut_features,
-  dot,
-  launch,
-  pad_axis,
   pad_features,
 )
 from kernels_pallas.softmax_attention.options import Blocks, Config, Rows
@@ -49,13 +49,15 @@ class _Plan(NamedTuple):
   params: plt.CompilerParams
 
 
-def _blocks(dim: int, single: bool, backward: bool) -> tuple[Blocks, int]:
+def _blocks(
+  config: Config, dim: int, single: bool, backward: bool
+) -> tuple[Blocks, int]:
   """Tiles and warps that keep the sums of a tile in registers."""
   if dim > 128:
     return (Blocks(32, 32) if single or backward else Blocks(64, 32)), 8
   if dim > 64 or single:
     return (Blocks(32, 32) if backward else Blocks(64, 32)), 4
-  return Blocks(64, 64), 4
+  return Blocks(64, 64 if config.weights == 'softmax' else 32), 4
 
 
 def _tile(size: int, largest: int) -> tuple[int, int]:
@@ -79,10 +81,11 @@ def _prepare(
   bias: jax.Array | None,
   table: jax.Array | None,
   rows: Rows,
+  pairs: jax.Array | None,
 ) -> tuple[_Plan, Operands]:
-  """Whole tiles, logits to the base of two."""
+  """Whole tiles."""
   dim = max(q.shape[-1], v.shape[-1])
-  blocks, warps = _blocks(dim, q.dtype.itemsize > 2, backward)
+  blocks, warps = _blocks(config, dim, q.dtype.itemsize > 2, backward)
   if table is not None and dim > 64 and not backward:
     # Halves of keys and queries, turned in single precision.
     warps = 8
@@ -98,6 +101,13 @@ def _prepare(
   plan = _Plan(config, t, n, s, m, share, known, params)
   halves = table is not None
   width = _width(q.shape[-1], halves)
+  if pairs is not None:
+    pairs = jnp.maximum(pairs, tiles.HIDDEN)
+    pairs = pad_axis(pad_axis(pairs, 2, t * n), 3, s * m)
+  if bias is not None:
+    bias = pad_axis(
+      bias.astype(jnp.float32) * tiles.unit(config.weights), 1, s * m
+    )
   queries = lambda x: None if x is None else pad_axis(x, 1, t * n)
   keys = lambda x: None if x is None else pad_axis(x, 1, s * m)
   return plan, Operands(
@@ -110,7 +120,8 @@ def _prepare(
     keys(rows.key_segment),
     queries(rows.query_span),
     keys(rows.key_span),
-    None if bias is None else keys(bias.astype(jnp.float32) * tiles.LOG2E),
+    bias,
+    pairs,
     None if table is None else keys(pad_features(table, width, True)),
   )
 
@@ -130,12 +141,17 @@ def _specs(
   dim, values = operands.q.shape[-1], operands.v.shape[-1]
   share = np.int32(plan.share)
   group = lambda h: jax.lax.div(h, share)
+  shared = (1, 1) if operands.pairs is None else operands.pairs.shape
+  own_b, own_h = (np.int32(size > 1) for size in shared[:2])
   scalar = spec((1,), lambda b, h, i: (b,))
   if walk == 'keys':
     of_query = spec((None, plan.t), lambda b, h, i: (b, i))
     of_key = spec((None, keys), lambda b, h, i: (b, 0))
     stats = spec((None, None, plan.t), lambda b, h, i: (b, h, i))
     table = spec((None, keys, dim), lambda b, h, i: (b, 0, 0))
+    pairs = spec(
+      (None, None, plan.t, keys), lambda b, h, i: (b * own_b, h * own_h, i, 0)
+    )
     at_query = lambda size: spec(
       (None, plan.t, None, size), lambda b, h, i: (b, i, h, 0)
     )
@@ -147,6 +163,10 @@ def _specs(
     of_key = spec((None, plan.s), lambda b, g, j: (b, j))
     stats = spec((None, plan.share, queries), lambda b, g, j: (b, g, 0))
     table = spec((None, plan.s, dim), lambda b, g, j: (b, j, 0))
+    pairs = spec(
+      (None, plan.share if shared[1] > 1 else 1, queries, plan.s),
+      lambda b, g, j: (b * own_b, g * own_h, 0, j),
+    )
     at_query = lambda size: spec(
       (None, queries, plan.share, size), lambda b, g, j: (b, 0, g, 0)
     )
@@ -164,6 +184,7 @@ def _specs(
     of_query,
     of_key,
     of_key,
+    pairs,
     table,
     stats,
     stats,
@@ -171,14 +192,18 @@ def _specs(
   )
 
 
+def _divide(x: Any, size: int) -> tuple[Any, Any]:
+  """Quotient and remainder of what is not negative."""
+  by = np.int32(size)
+  return jax.lax.div(x, by), jax.lax.rem(x, by)
+
+
 def _locate(heads: int, count: int) -> Callable[..., tuple[Any, ...]]:
   """Program (b heads + h) count + i."""
-  width, length = np.int32(heads), np.int32(count)
 
   def locate(p):
-    row = jax.lax.div(p, length)
-    b, h = jax.lax.div(row, width), jax.lax.rem(row, width)
-    return b, h, jax.lax.rem(p, length)
+    row, i = _divide(p, count)
+    return *_divide(row, heads), i
 
   return locate
 
@@ -207,9 +232,11 @@ def _keys(refs: Operands, rows: Any) -> list[jax.Array]:
 
 
 def _logits(config: Config, a: list[jax.Array], b: list[jax.Array]):
-  """Products of rows of a and b, scaled to the base of two."""
+  """Products of rows of a and b, scaled."""
   parts = [dot(x, y, transpose=True) for x, y in zip(a, b, strict=True)]
-  return functools.reduce(jnp.add, parts) * (config.scale * tiles.LOG2E)
+  return functools.reduce(jnp.add, parts) * (
+    config.scale * tiles.unit(config.weights)
+  )
 
 
 def _side(refs: Operands, side: str, index: Any, rows: Any, axis: int):
@@ -230,13 +257,16 @@ def _limits(config: Config, plan: _Plan, refs: Operands) -> tuple[Any, Any]:
   return offset, plan.limit if refs.limit is None else refs.limit[0]
 
 
-def _masked(config, x, q, k, limit):
-  seen = tiles.visible(config, q, k, limit)
-  return x if seen is None else jnp.where(seen, x, -jnp.inf)
+def _add_pairs(x, seen, tile):
+  """Logits with a tile of pairs, and which of them are seen."""
+  if tile is None:
+    return x, seen
+  tile = tile.astype(jnp.float32)
+  return x + tile, tiles.shown(tile, seen)
 
 
 def _walk_keys(plan: _Plan, refs: Operands, add, start):
-  """Folds add(carry, keys, rows, logits) over the tiles of keys."""
+  """Folds add(carry, keys, rows, logits, seen) over the tiles of keys."""
   config = plan.config
   offset, limit = _limits(config, plan, refs)
   first = jax.lax.rem(pl.program_id(0), np.int32(plan.n)) * plan.t + offset
@@ -253,7 +283,9 @@ def _walk_keys(plan: _Plan, refs: Operands, add, start):
     if refs.bias is not None:
       x += refs.bias[rows][None]
     mine = _side(refs, 'key', j * plan.s + jnp.arange(plan.s), rows, 1)
-    return add(carry, keys, rows, _masked(config, x, side, mine, limit))
+    seen = tiles.visible(config, side, mine, limit)
+    tile = None if refs.pairs is None else refs.pairs[:, rows]
+    return add(carry, keys, rows, *_add_pairs(x, seen, tile))
 
   return jax.lax.fori_loop(low, high, step, start)
 
@@ -262,12 +294,11 @@ def _forward_body(refs, outputs, space, *, plan):
   del space
   out, lse = outputs
 
-  def add(carry, keys, rows, x):
+  def add(carry, keys, rows, x, seen):
     del keys
+    x = tiles.hide(x, seen, -jnp.inf)
     peak, total, acc = carry
-    weights, decay, peak, total = tiles.softmax_step(
-      x, peak, total, 1, jnp.exp2
-    )
+    weights, decay, peak, total = softmax_step(x, peak, total, 1, jnp.exp2)
     return peak, total, acc * decay + dot(weights, refs.v[rows, :])
 
   start = (
@@ -278,8 +309,21 @@ def _forward_body(refs, outputs, space, *, plan):
   peak, total, acc = _walk_keys(plan, refs, add, start)
   safe = jnp.where(total > 0, total, 1.0)
   out[...] = (acc / safe).astype(out.dtype)
-  natural = peak / tiles.LOG2E + jnp.log(safe)
+  natural = peak / LOG2E + jnp.log(safe)
   lse[...] = jnp.where(total > 0, natural, -jnp.inf).reshape(plan.t)
+
+
+def _silu_body(refs, outputs, space, *, plan):
+  del space
+
+  def add(acc, keys, rows, x, seen):
+    del keys
+    weights, _ = silu(tiles.hide(x, seen, 0.0))
+    return acc + dot(weights, refs.v[rows, :])
+
+  start = jnp.zeros((plan.t, refs.v.shape[-1]), jnp.float32)
+  acc = _walk_keys(plan, refs, add, start)
+  outputs[0][...] = acc.astype(outputs[0].dtype)
 
 
 def _at(locate: Callable[..., Any]) -> Callable[..., Any]:
@@ -300,46 +344,54 @@ def forward(
   bias: jax.Array | None,
   table: jax.Array | None,
   rows: Rows,
+  pairs: jax.Array | None = None,
   interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
   """The function of `reference.forward`; out in `tiles.out_dtype`."""
-  plan, operands = _prepare(config, False, q, k, v, bias, table, rows)
+  plan, operands = _prepare(config, False, q, k, v, bias, table, rows, pairs)
   batch, heads, queries = q.shape[0], q.shape[2], plan.t * plan.n
   values, locate = operands.v.shape[-1], _locate(heads, plan.n)
-  dtype = tiles.out_dtype(v, bias)
-
-  out, lse = launch(
-    functools.partial(_forward_body, plan=plan),
+  softmax = config.weights == 'softmax'
+  shape = batch, queries, heads, values
+  outputs = [
+    (
+      jax.ShapeDtypeStruct(shape, tiles.out_dtype(v, bias)),
+      pl.BlockSpec((None, plan.t, None, values), _at(locate)),
+    ),
+  ]
+  if softmax:
+    lse = jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)
+    outputs.append((lse, pl.BlockSpec((None, None, plan.t), locate)))
+  body = _forward_body if softmax else _silu_body
+  out, *lse = launch(
+    functools.partial(body, plan=plan),
     operands,
     _specs(operands, plan, locate, 'keys'),
-    [
-      (
-        jax.ShapeDtypeStruct((batch, queries, heads, values), dtype),
-        pl.BlockSpec((None, plan.t, None, values), _at(locate)),
-      ),
-      (
-        jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
-        pl.BlockSpec((None, None, plan.t), locate),
-      ),
-    ],
+    outputs,
     {},
     grid=(batch * heads * plan.n,),
     compiler_params=plan.params,
     interpret=interpret,
     name='attention_forward',
   )
-  return out[:, : q.shape[1], :, : v.shape[-1]], lse[:, :, : q.shape[1]]
+  out = out[:, : q.shape[1], :, : v.shape[-1]]
+  return out, lse[0][:, :, : q.shape[1]] if lse else None
 
 
 def _dq_body(refs, outputs, space, *, plan):
   del space
   whole = pl.ds(0, plan.t)
-  lse, delta, g = refs.lse[whole], refs.delta[whole], refs.g[...]
+  g = refs.g[...]
+  lse, delta = (
+    None if ref is None else ref[whole][:, None]
+    for ref in (refs.lse, refs.delta)
+  )
 
-  def add(dq, keys, rows, x):
-    weights = jnp.exp2(x - lse[:, None])
-    slope = dot(g, refs.v[rows, :], transpose=True) - delta[:, None]
-    slope = weights * slope
+  def add(dq, keys, rows, x, seen):
+    inner = dot(g, refs.v[rows, :], transpose=True)
+    _, slope = tiles.slopes(
+      plan.config.weights, x, seen, lse, delta, inner, jnp.exp2
+    )
     return [a + dot(slope, b) for a, b in zip(dq, keys, strict=True)]
 
   halves = _halves(refs)
@@ -371,11 +423,20 @@ def _dkv_body(refs, outputs, space, *, plan):
       x += refs.bias[whole][:, None]
     index = i * plan.t + offset + jnp.arange(plan.t)
     mine = _side(refs, 'query', index, rows, 1)
-    x = _masked(config, x, mine, side, limit)
-    weights = jnp.exp2(x - refs.lse[r, rows][None])
+    seen = tiles.visible(config, mine, side, limit)
+    tile = None
+    if refs.pairs is not None:
+      tile = refs.pairs[r if refs.pairs.shape[0] > 1 else 0, rows, :].T
+    x, seen = _add_pairs(x, seen, tile)
+    lse, delta = (
+      None if ref is None else ref[r, rows][None]
+      for ref in (refs.lse, refs.delta)
+    )
+    inner = dot(v, g, transpose=True)
+    weights, slope = tiles.slopes(
+      config.weights, x, seen, lse, delta, inner, jnp.exp2
+    )
     dv = dv + dot(weights, g)
-    slope = dot(v, g, transpose=True) - refs.delta[r, rows][None]
-    slope = weights * slope
     if db is not None:
       db = db + jnp.sum(slope, 1)
     dk = [a + dot(slope, b) for a, b in zip(dk, q, strict=True)]
@@ -452,6 +513,92 @@ def _dkv(
   )
 
 
+def _dpairs_body(refs, outputs, space, *, plan):
+  """One tile of the pairs, and all sequences and heads that share it."""
+  del space
+  config = plan.config
+  row, j = _divide(pl.program_id(0), plan.m)
+  _, i = _divide(row, plan.n)
+  count, width = refs.q.shape[0], refs.q.shape[2]
+  tile = refs.pairs[...]
+
+  def step(u, total):
+    b, h = _divide(u, width)
+    g, _ = _divide(h, plan.share)
+    offset = config.offset if refs.offset is None else refs.offset[b]
+    limit = plan.limit if refs.limit is None else refs.limit[b]
+    side = lambda name, index, axis: tiles.Side(
+      jnp.expand_dims(index, 1 - axis),
+      None
+      if getattr(refs, f'{name}_segment') is None
+      else jnp.expand_dims(getattr(refs, f'{name}_segment')[b, :], 1 - axis),
+    )
+    q = side('query', i * plan.t + offset + jnp.arange(plan.t), 0)
+    k = side('key', j * plan.s + jnp.arange(plan.s), 1)
+    x = _logits(config, [refs.q[b, :, h, :]], [refs.k[b, :, g, :]])
+    x, seen = _add_pairs(x, tiles.visible(config, q, k, limit), tile)
+    inner = dot(refs.g[b, :, h, :], refs.v[b, :, g, :], transpose=True)
+    slope = tiles.slopes(config.weights, x, seen, None, None, inner, jnp.exp2)[
+      1
+    ]
+    return total + slope
+
+  start = jnp.zeros((plan.t, plan.s), jnp.float32)
+  outputs[0][...] = jax.lax.fori_loop(0, count * width, step, start)
+
+
+def _dpairs(plan: _Plan, operands: Operands, interpret: bool) -> jax.Array:
+  """[1 or B, 1 or H, n t, m s], summed over those that share it."""
+  batch, _, heads, dim = operands.q.shape
+  shape, values = operands.pairs.shape, operands.v.shape[-1]
+  # What a program sees of sequences and heads: its own, or all of them.
+  count = 1 if shape[0] == batch else batch
+  width = 1 if shape[1] == heads else heads
+  groups = 1 if width == 1 else operands.k.shape[2]
+  share = np.int32(plan.share)
+
+  def spec(block, index):
+    def at(p):
+      row, j = _divide(p, plan.m)
+      row, i = _divide(row, plan.n)
+      return index(*_divide(row, shape[1]), i, j)
+
+    return pl.BlockSpec(block, at)
+
+  at_query = lambda size: spec(
+    (count, plan.t, width, size), lambda b, h, i, j: (b, i, h, 0)
+  )
+  at_key = lambda size: spec(
+    (count, plan.s, groups, size),
+    lambda b, h, i, j: (b, j, jax.lax.div(h, share), 0),
+  )
+  scalar = spec((count,), lambda b, h, i, j: (b,))
+  tile = spec((None, None, plan.t, plan.s), lambda b, h, i, j: (b, h, i, j))
+  specs = Operands(
+    at_query(dim),
+    at_key(dim),
+    at_key(values),
+    offset=scalar,
+    limit=scalar,
+    query_segment=spec((count, plan.t), lambda b, h, i, j: (b, i)),
+    key_segment=spec((count, plan.s), lambda b, h, i, j: (b, j)),
+    pairs=tile,
+    g=at_query(values),
+  )
+  (dp,) = launch(
+    functools.partial(_dpairs_body, plan=plan),
+    operands,
+    specs,
+    [(jax.ShapeDtypeStruct(shape, jnp.float32), tile)],
+    {},
+    grid=(shape[0] * shape[1] * plan.n * plan.m,),
+    compiler_params=plan.params,
+    interpret=interpret,
+    name='attention_dpairs',
+  )
+  return dp
+
+
 def backward(
   config: Config,
   q: jax.Array,
@@ -460,25 +607,33 @@ def backward(
   bias: jax.Array | None,
   table: jax.Array | None,
   rows: Rows,
-  lse: jax.Array,
-  delta: jax.Array,
+  lse: jax.Array | None,
+  delta: jax.Array | None,
   g: jax.Array,
+  pairs: jax.Array | None = None,
   interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
   """The function of `xla.backward`."""
-  plan, operands = _prepare(config, True, q, k, v, bias, table, rows)
+  plan, operands = _prepare(config, True, q, k, v, bias, table, rows, pairs)
   tall, values = plan.t * plan.n, operands.v.shape[-1]
   operands = operands._replace(
-    lse=pad_axis(lse * tiles.LOG2E, 2, tall, jnp.inf),
-    delta=pad_axis(delta, 2, tall),
-    g=pad_axis(pad_features(g, values, False), 1, tall),
+    g=pad_axis(pad_features(g, values, False), 1, tall)
   )
+  if lse is not None and delta is not None:
+    operands = operands._replace(
+      lse=pad_axis(lse * LOG2E, 2, tall, jnp.inf),
+      delta=pad_axis(delta, 2, tall),
+    )
   dq = _dq(plan, operands, q.dtype, interpret)
   dk, dv, *db = _dkv(plan, operands, k.dtype, interpret)
   dim, halves, keys = q.shape[3], table is not None, k.shape[1]
+  dp = None
+  if pairs is not None:
+    dp = _dpairs(plan, operands, interpret)[:, :, : q.shape[1], :keys]
   return (
     cut_features(dq[:, : q.shape[1]], dim, halves),
     cut_features(dk[:, :keys], dim, halves),
     dv[:, :keys, :, : v.shape[-1]],
     db[0][:, :, :keys] if db else None,
+    dp,
   )

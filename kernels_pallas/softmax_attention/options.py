@@ -56,6 +56,8 @@ class Config(NamedTuple):
   window: int | None = None
   # The index of the first query among the keys, unless `Rows` holds it.
   offset: int | None = 0
+  # 'softmax' of the logits, or 'silu': x sigmoid(x), not normalised.
+  weights: str = 'softmax'
   # Tiles of all passes instead of those of each backend's own table.
   blocks: Blocks | None = None
 

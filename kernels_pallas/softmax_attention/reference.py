@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.common.numerics import precision, silu
 from kernels_pallas.softmax_attention import tiles
 from kernels_pallas.softmax_attention.options import Config, Rows
 
-__all__ = ['forward', 'key_limit', 'logit_mask']
+__all__ = ['forward', 'key_limit', 'logit_mask', 'split_heads']
 
 
 def key_limit(
@@ -32,7 +33,8 @@ def key_limit(
   """
   if rows.lengths is not None:
     return jnp.clip(rows.lengths.astype(jnp.int32), 0, keys)
-  if not pad:
+  if not pad or config.weights == 'silu':
+    # A key of zeros has weight 0 of its own.
     return None
   if config.causal and config.offset is not None:
     # The padding lies after the last query.
@@ -61,6 +63,12 @@ def logit_mask(
   return tiles.visible(config, q, k, limit)
 
 
+def split_heads(pairs: jax.Array, groups: int) -> jax.Array:
+  """[1 or B, 1 or H, T, S] -> [1 or B, 1 or G, 1 or R, T, S]."""
+  groups = groups if pairs.shape[1] > 1 else 1
+  return pairs.reshape(pairs.shape[0], groups, -1, *pairs.shape[2:])
+
+
 def forward(
   config: Config,
   q: jax.Array,
@@ -69,8 +77,11 @@ def forward(
   bias: jax.Array | None,
   table: jax.Array | None,
   rows: Rows,
-) -> tuple[jax.Array, jax.Array]:
+  pairs: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
   """out_t = sum_s softmax_s(scale <q_t, R_s k_s> + bias_s) v_s.
+
+  Or with x sigmoid(x) of the logits instead of their softmax.
 
   Args:
     config: mask and scale.
@@ -80,9 +91,10 @@ def forward(
     bias: [B, S] or None.
     table: [B, S, D] of `rope_table`, or None.
     rows: integers of the mask.
+    pairs: [1 or B, 1 or H, T, S], added to the logits of silu, or None.
 
   Returns:
-    out: [B, T, H, V], dtype of v; lse: [B, H, T], float32 or wider.
+    out: [B, T, H, V], dtype of v; lse: [B, H, T], float32 or wider, or None.
   """
   (batch, queries, heads, dim), groups = q.shape, k.shape[2]
   wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -91,24 +103,29 @@ def forward(
   q = q.reshape(batch, queries, groups, heads // groups, dim)
   options = {
     'preferred_element_type': wide,
-    'precision': tiles.precision(q.dtype),
+    'precision': precision(q.dtype),
   }
   logits = jnp.einsum('btgrd,bsgd->bgrts', q, k, **options) * config.scale
   if bias is not None:
     logits += bias.astype(wide)[:, None, None, None]
   mask = logit_mask(rows, config, queries, k.shape[1])
-  if mask is not None:
-    logits = jnp.where(mask[:, None, None], logits, -jnp.inf)
+  mask = None if mask is None else mask[:, None, None]
+  values = lambda weights: (
+    jnp.einsum('bgrts,bsgv->btgrv', weights.astype(v.dtype), v, **options)
+    .reshape(batch, queries, heads, v.shape[-1])
+    .astype(v.dtype)
+  )
+  if config.weights == 'silu':
+    if pairs is not None:
+      logits += split_heads(pairs, groups).astype(wide)
+      shown = logits > -jnp.inf
+      mask = shown if mask is None else mask & shown
+    return values(silu(tiles.hide(logits, mask, 0.0))[0]), None
+  logits = tiles.hide(logits, mask, -jnp.inf)
   peak = jax.lax.stop_gradient(jnp.max(logits, -1, keepdims=True))
   seen = peak > -jnp.inf
   # No gradient through the branch that is not taken: log(0) has none.
   weights = jnp.exp(logits - jnp.where(seen, peak, 0.0))
   total = jnp.where(seen, jnp.sum(weights, -1, keepdims=True), 1.0)
-  weights = (weights / total).astype(v.dtype)
-  out = jnp.einsum('bgrts,bsgv->btgrv', weights, v, **options)
   lse = jnp.where(seen, peak + jnp.log(total), -jnp.inf)
-  shape = (batch, queries, heads)
-  return (
-    out.reshape(*shape, v.shape[-1]).astype(v.dtype),
-    lse.reshape(batch, heads, queries),
-  )
+  return values(weights / total), lse.reshape(batch, heads, queries)

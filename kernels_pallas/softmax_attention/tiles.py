@@ -12,24 +12,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.common.numerics import LOG2E, silu
 from kernels_pallas.softmax_attention.options import Config
 
 __all__ = [
-  'LOG2E',
+  'HIDDEN',
   'Side',
+  'hide',
   'key_blocks',
   'out_dtype',
   'overlap',
-  'precision',
   'query_blocks',
   'rotate',
   'rotate_halves',
-  'softmax_step',
-  'split_evenly',
+  'shown',
+  'slopes',
+  'unit',
   'visible',
 ]
 
-LOG2E = 1.4426950408889634
+# Stands for -inf where infinities may not be multiplied.
+HIDDEN = -1e30
 
 
 class Side(NamedTuple):
@@ -144,32 +147,48 @@ def query_blocks(
   return _blocks(first, end, block, count)
 
 
-def softmax_step(
-  logits: jax.Array,
-  peak: jax.Array,
-  total: jax.Array,
-  axis: int,
-  exp: Callable[[jax.Array], jax.Array],
-  wide: Callable[[jax.Array], jax.Array] = lambda x: x,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """Adds a tile to a softmax: weights, decay of earlier sums, peak, total.
+def unit(kind: str) -> float:
+  """Softmax counts logits to the base of two, silu to that of e."""
+  return LOG2E if kind == 'softmax' else 1.0
 
-  A row without any visible key keeps peak -inf, total 0 and weights 0.
+
+def shown(pairs: jax.Array, seen: jax.Array | None) -> jax.Array:
+  """Where a tile of `pairs` does not hide, either."""
+  # Half of it, since -1e30 has no exact bfloat16.
+  here = pairs > HIDDEN / 2
+  return here if seen is None else seen & here
+
+
+def hide(x: jax.Array, seen: jax.Array | None, fill: float) -> jax.Array:
+  """`fill` where a key is not seen."""
+  return x if seen is None else jnp.where(seen, x, fill)
+
+
+def slopes(
+  kind: str,
+  x: jax.Array,
+  seen: jax.Array | None,
+  lse: Any,
+  delta: Any,
+  inner: jax.Array,
+  exp: Callable[[jax.Array], jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+  """Weights of a tile, and the gradient of its logits.
 
   Args:
-    logits: a tile, -inf where masked.
-    peak: largest logit so far, size 1 in `axis` (or repeated there).
-    total: sum of exp(logit - peak) so far, in the shape of peak.
-    axis: of the keys.
+    kind: of weights, see `Config`.
+    x: logits of a tile, not masked.
+    seen: of `visible`.
+    lse: logarithm of the sums, or None for silu.
+    delta: <g, out> less the cotangent of lse, or None for silu.
+    inner: <g_t, v_s>.
     exp: exponential in the base of the logits.
-    wide: repeats the shape of peak until it broadcasts against the tile.
   """
-  highest = jnp.maximum(peak, jnp.max(logits, axis, keepdims=True))
-  shift = jnp.where(highest == -jnp.inf, 0.0, highest)
-  weights = exp(logits - wide(shift))
-  decay = exp(peak - shift)
-  total = total * decay + jnp.sum(weights, axis, keepdims=True)
-  return weights, decay, highest, total
+  if kind == 'silu':
+    weights, slope = silu(hide(x, seen, 0.0))
+    return weights, hide(slope * inner, seen, 0.0)
+  weights = exp(hide(x, seen, -jnp.inf) - lse)
+  return weights, weights * (inner - delta)
 
 
 def out_dtype(v: jax.Array, bias: jax.Array | None) -> Any:
@@ -194,17 +213,3 @@ def rotate(x: jax.Array, table: jax.Array, back: bool = False) -> jax.Array:
   cos, sin = jnp.split(table, 2, -1)
   halves = rotate_halves(a, b, cos, -sin if back else sin)
   return jnp.concatenate(halves, -1).astype(x.dtype)
-
-
-def split_evenly(size: int, largest: int, multiple: int) -> tuple[int, int]:
-  """Length and number of equal blocks, with as little padding as may be."""
-  count = -(-size // largest)
-  block = -(-size // count)
-  block = -(-block // multiple) * multiple
-  return block, -(-size // block)
-
-
-def precision(dtype: Any) -> jax.lax.Precision:
-  """Single precision shall mean single precision on every chip."""
-  single = jnp.dtype(dtype).itemsize > 2
-  return jax.lax.Precision.HIGHEST if single else jax.lax.Precision.DEFAULT

@@ -21,18 +21,19 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas.common.launch import launch
+from kernels_pallas.common.numerics import LOG2E, dot, silu, softmax_step
 from kernels_pallas.softmax_attention import tiles
 from kernels_pallas.softmax_attention.operands import (
   Operands,
   cut_features,
-  dot,
-  launch,
 )
 from kernels_pallas.softmax_attention.options import Config, Rows
 from kernels_pallas.softmax_attention.tpu_grid import (
   LANES,
   Plan,
   by_key,
+  by_pairs,
   by_query,
   head_major,
   keeps_keys,
@@ -55,9 +56,13 @@ def _launch(
   name: str,
   interpret: Any,
 ) -> list[jax.Array]:
-  """`operands.launch` for the grid (batch, heads, rows, sum)."""
+  """`launch` for the grid (batch, heads, rows, sum)."""
   batch, heads, rows, dim = operands.q.shape
   logits = batch * heads * rows * plan.s * plan.m
+  semantics: list[Any] = ['parallel'] * (len(grid) - 1) + ['arbitrary']
+  if 'rotated' in scratch:
+    # Rotated keys pass from one tile of queries to the next.
+    semantics[2] = 'arbitrary'
   return launch(
     functools.partial(body, plan=plan),
     operands,
@@ -65,15 +70,7 @@ def _launch(
     outputs,
     scratch,
     grid=grid,
-    compiler_params=pltpu.CompilerParams(
-      # Rotated keys pass from one tile of queries to the next.
-      dimension_semantics=(
-        'parallel',
-        'parallel',
-        'arbitrary' if 'rotated' in scratch else 'parallel',
-        'arbitrary',
-      )
-    ),
+    compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
     cost_estimate=pl.CostEstimate(
       flops=2 * logits * (dim + operands.v.shape[3]),
       bytes_accessed=sum(x.nbytes for x in operands if x is not None),
@@ -139,14 +136,13 @@ def _keys(
   return rotated[rows, :]
 
 
-def _offset(config: Config, refs: Operands) -> Any:
-  b = pl.program_id(0)
+def _offset(config: Config, refs: Operands, b: Any) -> Any:
   return config.offset if refs.offset is None else refs.offset[b]
 
 
 def _first(plan: Plan, refs: Operands, j: Any) -> Any:
   """The first tile of queries that sees the keys of tile j."""
-  offset = _offset(plan.config, refs)
+  offset = _offset(plan.config, refs, pl.program_id(0))
   k = j * plan.s, j * plan.s + plan.s - 1
   span = offset, offset
   return tiles.query_blocks(plan.config, k, span, plan.t, plan.n)[0]
@@ -156,16 +152,17 @@ def _over_tiles(
   config: Config,
   plan: Plan,
   refs: Operands,
+  b: jax.Array,
   i: jax.Array,
   j: jax.Array,
   step: Callable[[Any], None],
 ) -> None:
-  """Calls step(mask) where tile (i, j) holds visible pairs.
+  """Calls step(mask) where tile (i, j) of sequence b holds visible pairs.
 
   `mask` makes the mask from the shape of a tile, the axis of its queries, and
   the segments and spans of queries and keys; it is None where all is visible.
   """
-  b, offset = pl.program_id(0), _offset(config, refs)
+  offset = _offset(config, refs, b)
   limit = plan.limit if refs.limit is None else refs.limit[b]
   q = i * plan.t + offset, i * plan.t + offset + plan.t - 1
   k = j * plan.s, j * plan.s + plan.s - 1
@@ -226,6 +223,19 @@ def _sides(refs: Operands, space: dict[str, Any], side: str, size: int):
   return take('segment'), take('span')
 
 
+def _add_pairs(
+  x: jax.Array,
+  seen: jax.Array | None,
+  refs: Operands,
+  transpose: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+  if refs.pairs is None:
+    return x, seen
+  pairs = refs.pairs[...].astype(jnp.float32)
+  pairs = pairs.T if transpose else pairs
+  return x + pairs, tiles.shown(pairs, seen)
+
+
 def _query_logits(
   config: Config,
   plan: Plan,
@@ -233,20 +243,21 @@ def _query_logits(
   space: dict[str, Any],
   k: jax.Array,
   mask: Any,
-) -> jax.Array:
-  """[t, s]."""
-  x = dot(refs.q[...], k, transpose=True) * (config.scale * tiles.LOG2E)
+) -> tuple[jax.Array, jax.Array | None]:
+  """[t, s], and which of them are seen."""
+  unit = config.scale * tiles.unit(config.weights)
+  x = dot(refs.q[...], k, transpose=True) * unit
   if refs.bias is not None:
     x += refs.bias[...]
-  if mask is None:
-    return x
-  seen = mask(
-    x.shape,
-    0,
-    _sides(refs, space, 'query', plan.s),
-    _sides(refs, space, 'key', plan.s),
-  )
-  return x if seen is None else jnp.where(seen, x, -jnp.inf)
+  seen = None
+  if mask is not None:
+    seen = mask(
+      x.shape,
+      0,
+      _sides(refs, space, 'query', plan.s),
+      _sides(refs, space, 'key', plan.s),
+    )
+  return _add_pairs(x, seen, refs)
 
 
 def _forward_body(refs, outputs, space, *, plan):
@@ -264,8 +275,9 @@ def _forward_body(refs, outputs, space, *, plan):
 
   def step(mask):
     k = _keys(plan, refs, space, i, j, first)
-    x = _query_logits(config, plan, refs, space, k, mask)
-    weights, decay, peak[...], total[...] = tiles.softmax_step(
+    x, seen = _query_logits(config, plan, refs, space, k, mask)
+    x = tiles.hide(x, seen, -jnp.inf)
+    weights, decay, peak[...], total[...] = softmax_step(
       x,
       peak[...],
       total[...],
@@ -276,15 +288,38 @@ def _forward_body(refs, outputs, space, *, plan):
     decayed = acc[...] * _wide(decay, acc.shape[1])
     acc[...] = decayed + dot(weights, refs.v[...])
 
-  _over_tiles(config, plan, refs, i, j, step)
+  _over_tiles(config, plan, refs, pl.program_id(0), i, j, step)
 
   @pl.when(j == plan.m - 1)
   def _():
     seen = total[...] > 0
     safe = jnp.where(seen, total[...], 1.0)
     out[...] = (acc[...] / _wide(safe, acc.shape[1])).astype(out.dtype)
-    natural = peak[...] / tiles.LOG2E + jnp.log(safe)
+    natural = peak[...] / LOG2E + jnp.log(safe)
     lse[...] = _row(jnp.where(seen, natural, -jnp.inf))
+
+
+def _silu_body(refs, outputs, space, *, plan):
+  config, acc = plan.config, space['acc']
+  i, j = pl.program_id(2), pl.program_id(3)
+  first = _first(plan, refs, j) if 'rotated' in space else None
+
+  @pl.when(j == 0)
+  def _():
+    acc[...] = jnp.zeros_like(acc)
+    _fill_columns(refs, space)
+
+  def step(mask):
+    k = _keys(plan, refs, space, i, j, first)
+    x, seen = _query_logits(config, plan, refs, space, k, mask)
+    weights, _ = silu(tiles.hide(x, seen, 0.0))
+    acc[...] += dot(weights, refs.v[...])
+
+  _over_tiles(config, plan, refs, pl.program_id(0), i, j, step)
+
+  @pl.when(j == plan.m - 1)
+  def _():
+    outputs[0][...] = acc[...].astype(outputs[0].dtype)
 
 
 def forward(
@@ -295,42 +330,57 @@ def forward(
   bias: jax.Array | None,
   table: jax.Array | None,
   rows: Rows,
+  pairs: jax.Array | None = None,
   interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
   """The function of `reference.forward`; out in `tiles.out_dtype`."""
-  plan, operands = prepare(config, False, q, k, v, bias, table, rows)
+  plan, operands = prepare(config, False, q, k, v, bias, table, rows, pairs)
   batch, heads, queries = q.shape[0], q.shape[2], plan.t * plan.n
   values, dtype = operands.v.shape[-1], tiles.out_dtype(v, bias)
-  out, lse = _launch(
-    _forward_body,
+  outputs = [
+    (
+      jax.ShapeDtypeStruct((batch, heads, queries, values), dtype),
+      pl.BlockSpec(
+        (None, None, plan.t, values), lambda b, h, i, j: (b, h, i, 0)
+      ),
+    ),
+  ]
+  scratch = {
+    'acc': pltpu.VMEM((plan.t, values), jnp.float32),
+    **_key_scratch(plan, operands),
+    **_column_scratch(operands, ['query_segment', 'query_span'], plan.t),
+  }
+  if config.weights == 'softmax':
+    lse = jax.ShapeDtypeStruct((batch, heads, 1, queries), jnp.float32)
+    row = (None, None, 1, plan.t)
+    outputs.append((lse, pl.BlockSpec(row, lambda b, h, i, j: (b, h, 0, i))))
+    for name in ('peak', 'total'):
+      scratch[name] = pltpu.VMEM((plan.t, LANES), jnp.float32)
+  out, *lse = _launch(
+    _forward_body if config.weights == 'softmax' else _silu_body,
     plan,
     operands,
     by_query(plan),
     (batch, heads, plan.n, plan.m),
-    [
-      (
-        jax.ShapeDtypeStruct((batch, heads, queries, values), dtype),
-        pl.BlockSpec(
-          (None, None, plan.t, values), lambda b, h, i, j: (b, h, i, 0)
-        ),
-      ),
-      (
-        jax.ShapeDtypeStruct((batch, heads, 1, queries), jnp.float32),
-        pl.BlockSpec((None, None, 1, plan.t), lambda b, h, i, j: (b, h, 0, i)),
-      ),
-    ],
-    {
-      'peak': pltpu.VMEM((plan.t, LANES), jnp.float32),
-      'total': pltpu.VMEM((plan.t, LANES), jnp.float32),
-      'acc': pltpu.VMEM((plan.t, values), jnp.float32),
-      **_key_scratch(plan, operands),
-      **_column_scratch(operands, ['query_segment', 'query_span'], plan.t),
-    },
+    outputs,
+    scratch,
     'attention_forward',
     interpret,
   )
   out = jnp.swapaxes(out[:, :, : q.shape[1], : v.shape[-1]], 1, 2)
-  return out, lse[:, :, 0, : q.shape[1]]
+  return out, lse[0][:, :, 0, : q.shape[1]] if lse else None
+
+
+def _query_slopes(
+  plan: Plan, refs: Operands, space: dict[str, Any], k: jax.Array, mask: Any
+) -> jax.Array:
+  """[t, s], the gradient of the logits."""
+  x, seen = _query_logits(plan.config, plan, refs, space, k, mask)
+  lse, delta = (_column_of(space, name, plan.s) for name in ('lse', 'delta'))
+  inner = dot(refs.g[...], refs.v[...], transpose=True)
+  return tiles.slopes(
+    plan.config.weights, x, seen, lse, delta, inner, jnp.exp2
+  )[1]
 
 
 def _dq_body(refs, outputs, space, *, plan):
@@ -345,13 +395,9 @@ def _dq_body(refs, outputs, space, *, plan):
 
   def step(mask):
     k = _keys(plan, refs, space, i, j, first)
-    x = _query_logits(config, plan, refs, space, k, mask)
-    weights = jnp.exp2(x - _column_of(space, 'lse', plan.s))
-    slope = dot(refs.g[...], refs.v[...], transpose=True)
-    slope = weights * (slope - _column_of(space, 'delta', plan.s))
-    acc[...] += dot(slope, k)
+    acc[...] += dot(_query_slopes(plan, refs, space, k, mask), k)
 
-  _over_tiles(config, plan, refs, i, j, step)
+  _over_tiles(config, plan, refs, pl.program_id(0), i, j, step)
 
   @pl.when(j == plan.m - 1)
   def _():
@@ -374,23 +420,29 @@ def _dkv_body(refs, outputs, space, *, plan):
 
   def step(mask):
     q, g = refs.q[...], refs.g[...]
-    x = dot(keys[...], q, transpose=True) * (config.scale * tiles.LOG2E)
+    x = dot(keys[...], q, transpose=True)
+    x *= config.scale * tiles.unit(config.weights)
     if refs.bias is not None:
       x += _column_of(space, 'bias', plan.t)
+    seen = None
     if mask is not None:
       sides = [_sides(refs, space, side, plan.t) for side in ('query', 'key')]
       seen = mask(x.shape, 1, *sides)
-      x = x if seen is None else jnp.where(seen, x, -jnp.inf)
-    weights = jnp.exp2(x - refs.lse[...])
+    x, seen = _add_pairs(x, seen, refs, transpose=True)
+    lse, delta = (
+      None if row is None else row[...] for row in (refs.lse, refs.delta)
+    )
+    inner = dot(refs.v[...], g, transpose=True)
+    weights, slope = tiles.slopes(
+      config.weights, x, seen, lse, delta, inner, jnp.exp2
+    )
     dv[...] += dot(weights, g)
-    slope = dot(refs.v[...], g, transpose=True)
-    slope = weights * (slope - refs.delta[...])
     if 'db' in space:
       parts = jnp.split(slope, plan.t // LANES, 1)
       space['db'][...] += functools.reduce(jnp.add, parts)
     dk[...] += dot(slope, q)
 
-  _over_tiles(config, plan, refs, i, j, step)
+  _over_tiles(config, plan, refs, pl.program_id(0), i, j, step)
 
   @pl.when(count == plan.n * plan.share - 1)
   def _():
@@ -478,6 +530,57 @@ def _dkv(
   )
 
 
+def _dpairs_body(refs, outputs, space, *, plan, locate):
+  step_id = pl.program_id(4)
+  b, _, _, i, j = locate(*(pl.program_id(axis) for axis in range(5)))
+  acc = space['acc']
+
+  @pl.when(step_id == 0)
+  def _():
+    acc[...] = jnp.zeros_like(acc)
+
+  def step(mask):
+    _fill_columns(refs, space)
+    k = _turned(refs)
+    acc[...] += _query_slopes(plan, refs, space, k, mask)
+
+  _over_tiles(plan.config, plan, refs, b, i, j, step)
+
+  @pl.when(step_id == pl.num_programs(4) - 1)
+  def _():
+    outputs[0][...] = acc[...]
+
+
+def _dpairs(plan: Plan, operands: Operands, interpret: Any) -> jax.Array:
+  """[1 or B, 1 or H, n t, m s], summed over those that share it."""
+  batch, heads = operands.q.shape[:2]
+  shape = operands.pairs.shape
+  locate = by_pairs(plan, batch, heads, shape)
+  steps = batch // shape[0] * (heads // shape[1])
+  (dp,) = _launch(
+    functools.partial(_dpairs_body, locate=locate),
+    plan,
+    operands,
+    locate,
+    (*shape[:2], plan.n, plan.m, steps),
+    [
+      (
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+        pl.BlockSpec(
+          (None, None, plan.t, plan.s), lambda b, h, i, j, n: (b, h, i, j)
+        ),
+      )
+    ],
+    {
+      'acc': pltpu.VMEM((plan.t, plan.s), jnp.float32),
+      **_column_scratch(operands, ['query_segment', 'query_span'], plan.t),
+    },
+    'attention_dpairs',
+    interpret,
+  )
+  return dp
+
+
 def backward(
   config: Config,
   q: jax.Array,
@@ -486,22 +589,26 @@ def backward(
   bias: jax.Array | None,
   table: jax.Array | None,
   rows: Rows,
-  lse: jax.Array,
-  delta: jax.Array,
+  lse: jax.Array | None,
+  delta: jax.Array | None,
   g: jax.Array,
+  pairs: jax.Array | None = None,
   interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
   """The function of `xla.backward`."""
-  plan, operands = prepare(config, True, q, k, v, bias, table, rows)
+  plan, operands = prepare(config, True, q, k, v, bias, table, rows, pairs)
   queries, keys, dim = q.shape[1], k.shape[1], q.shape[3]
   tall = plan.t * plan.n
-  operands = operands._replace(
-    lse=pad_row(lse * tiles.LOG2E, tall, jnp.inf),
-    delta=pad_row(delta, tall),
-    g=head_major(g, tall, False),
-  )
+  operands = operands._replace(g=head_major(g, tall, False))
+  if lse is not None and delta is not None:
+    operands = operands._replace(
+      lse=pad_row(lse * LOG2E, tall, jnp.inf), delta=pad_row(delta, tall)
+    )
   dq = _dq(plan, operands, q.dtype, interpret)
   dk, dv, *db = _dkv(plan, operands, k.dtype, interpret)
+  dp = None
+  if pairs is not None:
+    dp = _dpairs(plan, operands, interpret)[:, :, :queries, :keys]
   halves = table is not None
   cut = lambda x, rows, size, halves: jnp.swapaxes(
     cut_features(x[:, :, :rows], size, halves), 1, 2
@@ -511,4 +618,5 @@ def backward(
     cut(dk, keys, dim, halves),
     cut(dv, keys, v.shape[-1], False),
     db[0][:, :, 0, :keys] if db else None,
+    dp,
   )

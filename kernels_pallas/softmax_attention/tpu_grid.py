@@ -13,10 +13,10 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas.common.padding import pad_axis, split_evenly
 from kernels_pallas.softmax_attention import tiles
 from kernels_pallas.softmax_attention.operands import (
   Operands,
-  pad_axis,
   pad_features,
 )
 from kernels_pallas.softmax_attention.options import Blocks, Config, Rows
@@ -25,7 +25,9 @@ from kernels_pallas.softmax_attention.reference import key_limit
 __all__ = [
   'LANES',
   'Plan',
+  'at_pairs',
   'by_key',
+  'by_pairs',
   'by_query',
   'head_major',
   'keeps_keys',
@@ -79,12 +81,13 @@ def prepare(
   bias: jax.Array | None,
   table: jax.Array | None,
   rows: Rows,
+  pairs: jax.Array | None,
 ) -> tuple[Plan, Operands]:
-  """Head before rows, whole tiles, logits to the base of two."""
+  """Head before rows, whole tiles."""
   dim = max(q.shape[-1], v.shape[-1])
   blocks = config.blocks or _blocks(dim, q.dtype.itemsize > 2, backward)
-  t, n = tiles.split_evenly(q.shape[1], blocks.query, LANES)
-  s, m = tiles.split_evenly(k.shape[1], blocks.key, LANES)
+  t, n = split_evenly(q.shape[1], blocks.query, LANES)
+  s, m = split_evenly(k.shape[1], blocks.key, LANES)
   limit = key_limit(rows, config, k.shape[1], q.shape[1], m * s - k.shape[1])
   known = limit if isinstance(limit, int) else None
   plan = Plan(config, t, n, s, m, q.shape[2] // k.shape[2], known)
@@ -92,6 +95,9 @@ def prepare(
   queries, keys = t * n, s * m
   row = lambda x, size: None if x is None else pad_row(x, size)
   wide = head_major(q, queries, halves)
+  if pairs is not None:
+    pairs = jnp.maximum(pairs, tiles.HIDDEN)
+    pairs = pad_axis(pad_axis(pairs, 2, queries), 3, keys)
   if halves:
     table = pad_axis(pad_features(table, wide.shape[-1], True), 1, keys)
   return plan, Operands(
@@ -104,7 +110,10 @@ def prepare(
     row(rows.key_segment, keys),
     row(rows.query_span, queries),
     row(rows.key_span, keys),
-    None if bias is None else row(bias.astype(jnp.float32) * tiles.LOG2E, keys),
+    None
+    if bias is None
+    else row(bias.astype(jnp.float32) * tiles.unit(config.weights), keys),
+    pairs,
     table,
   )
 
@@ -134,11 +143,20 @@ def make_specs(
     of_query,
     of_key,
     of_key,
+    None
+    if operands.pairs is None
+    else spec((None, None, plan.t, plan.s), at_pairs(operands.pairs.shape)),
     spec((None, plan.s, dim), lambda b, h, g, i, j: (b, j, 0)),
     of_head,
     of_head,
     spec((None, None, plan.t, values), at_query),
   )
+
+
+def at_pairs(shape: tuple[int, ...]) -> Callable[..., Any]:
+  """Block of `pairs`, of which sequences or heads may share one."""
+  own_b, own_h = (np.int32(size > 1) for size in shape[:2])
+  return lambda b, h, g, i, j: (b * own_b, h * own_h, i, j)
 
 
 def keeps_keys(plan: Plan, operands: Operands) -> bool:
@@ -183,6 +201,22 @@ def by_query(plan: Plan) -> Callable[..., tuple[Any, ...]]:
   """Grid (b, h, i, j)."""
   near, share = _near(plan), np.int32(plan.share)
   return lambda b, h, i, j: (b, h, jax.lax.div(h, share), i, near(i, j))
+
+
+def by_pairs(
+  plan: Plan, batch: int, heads: int, shape: tuple[int, ...]
+) -> Callable[..., tuple[Any, ...]]:
+  """Grid (b, h, i, j, all that share a tile of `pairs`)."""
+  # Sequences and heads that share; a size of its own on the grid is 1 here.
+  share_h = np.int32(heads // shape[1])
+  group = np.int32(plan.share)
+
+  def locate(b, h, i, j, step):
+    b = b + jax.lax.div(step, share_h) if shape[0] < batch else b
+    h = h + jax.lax.rem(step, share_h)
+    return b, h, jax.lax.div(h, group), i, j
+
+  return locate
 
 
 def by_key(plan: Plan) -> Callable[..., tuple[Any, ...]]:

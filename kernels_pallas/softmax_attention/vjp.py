@@ -3,7 +3,7 @@
 Axes: B sequences, T queries, S keys, H query heads, G key heads, D and V
 features.
 
-With weights p_ts, cotangent g_t of out_t and c_t of lse_t, and
+Of a softmax, with weights p_ts, cotangent g_t of out_t and c_t of lse_t, and
 delta_t = <g_t, out_t> - c_t, the logits have the gradient
 p_ts (<g_t, v_s> - delta_t), which needs of the forward pass only lse_t.
 """
@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.softmax_attention import xla
-from kernels_pallas.softmax_attention.options import Config, Rows
-from kernels_pallas.softmax_attention.sharding import (
+from kernels_pallas.common.sharding import (
   Split,
   find_split,
   over_mesh,
 )
+from kernels_pallas.softmax_attention import xla
+from kernels_pallas.softmax_attention.options import Config, Rows
 
 __all__ = ['core', 'refusal']
 
@@ -64,9 +64,22 @@ def _call(
   return jax.lax.platform_dependent(*args, **branches)
 
 
+def _pairs_spec(split: Split, pairs: jax.Array | None) -> Any:
+  if pairs is None:
+    return None
+  batch, heads = (size > 1 for size in pairs.shape[:2])
+  return split.spec('b' if batch else None, 'h' if heads else None, None, None)
+
+
+def _shared_axes(split: Split, pairs: jax.Array) -> tuple[str, ...]:
+  """Mesh axes over which one of the pairs serves several devices."""
+  names = (split.batch, pairs.shape[0]), (split.heads, pairs.shape[1])
+  return tuple(name for name, size in names if name and size == 1)
+
+
 def _specs(split: Split, args: tuple[Any, ...]) -> tuple[Any, ...]:
-  """Of q, k, v, bias, table, rows."""
-  _, _, _, bias, table, rows = args
+  """Of q, k, v, bias, table, rows, pairs."""
+  _, _, _, bias, table, rows, pairs = args
   heads = split.spec('b', None, 'h', None)
   return (
     heads,
@@ -75,31 +88,49 @@ def _specs(split: Split, args: tuple[Any, ...]) -> tuple[Any, ...]:
     None if bias is None else split.spec('b', None),
     None if table is None else split.spec('b', None, None),
     jax.tree.map(lambda x: split.spec('b', *[None] * (x.ndim - 1)), rows),
+    _pairs_spec(split, pairs),
   )
 
 
 def _forward(
   config: Config, implementation: str | None, *args: Any
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
   split = find_split(args[0].shape[0], args[1].shape[2])
   function = lambda *a: _call('forward', config, implementation, a)
   if split is not None:
-    outputs = split.spec('b', None, 'h', None), split.spec('b', 'h', None)
+    lse = None if config.weights == 'silu' else split.spec('b', 'h', None)
+    outputs = split.spec('b', None, 'h', None), lse
     function = over_mesh(function, split, _specs(split, args), outputs)
   return function(*args)
 
 
 def _backward(
-  config: Config, implementation: str | None, *args: Any
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-  split = find_split(args[0].shape[0], args[1].shape[2])
+  config: Config,
+  implementation: str | None,
+  args: tuple[Any, ...],
+  lse: jax.Array | None,
+  delta: jax.Array | None,
+  g: jax.Array,
+) -> tuple[Any, ...]:
+  """Of `args`, those of `core`."""
+  split, pairs = find_split(args[0].shape[0], args[1].shape[2]), args[6]
+  own = *args[:6], lse, delta, g, pairs
   function = lambda *a: _call('backward', config, implementation, a)
-  if split is not None:
-    heads, rows = split.spec('b', None, 'h', None), split.spec('b', 'h', None)
-    inputs = *_specs(split, args[:6]), rows, rows, heads
-    outputs = heads, heads, heads, None if args[3] is None else rows
-    function = over_mesh(function, split, inputs, outputs)
-  return function(*args)
+  if split is None:
+    return function(*own)
+  heads, rows = split.spec('b', None, 'h', None), split.spec('b', 'h', None)
+  *specs, of_pairs = _specs(split, args)
+  column = None if lse is None else rows
+  shared = () if pairs is None else _shared_axes(split, pairs)
+
+  def part(*own):
+    *found, dp = function(*own)
+    return *found, jax.lax.psum(dp, shared) if shared else dp
+
+  inputs = *specs, column, column, heads, of_pairs
+  bias = None if args[3] is None else rows
+  outputs = heads, heads, heads, bias, of_pairs
+  return over_mesh(part, split, inputs, outputs)(*own)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -112,9 +143,11 @@ def core(
   bias: jax.Array | None,
   table: jax.Array | None,
   rows: Rows,
-) -> tuple[jax.Array, jax.Array]:
+  pairs: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
   """The function of `reference.forward` on the platform of the program."""
-  out, lse = _forward(config, implementation, q, k, v, bias, table, rows)
+  args = q, k, v, bias, table, rows, pairs
+  out, lse = _forward(config, implementation, *args)
   return out.astype(v.dtype), lse
 
 
@@ -126,15 +159,19 @@ def _core_forward(config, implementation, *args):
 def _core_backward(config, implementation, residual, cotangents):
   args, out, lse = residual
   g, of_lse = cotangents
-  delta = jnp.einsum('bthv,bthv->bht', g, out, preferred_element_type=lse.dtype)
-  # A query that sees no key has lse = -inf; its weights are exp(-inf) = 0.
-  safe = jnp.where(lse == -jnp.inf, jnp.inf, lse)
-  dq, dk, dv, db = _backward(
-    config, implementation, *args, safe, delta - of_lse, g
-  )
-  bias = args[3]
+  safe = delta = None
+  if lse is not None:
+    delta = jnp.einsum(
+      'bthv,bthv->bht', g, out, preferred_element_type=lse.dtype
+    )
+    delta -= of_lse
+    # A query that sees no key has lse = -inf; its weights are exp(-inf) = 0.
+    safe = jnp.where(lse == -jnp.inf, jnp.inf, lse)
+  dq, dk, dv, db, dp = _backward(config, implementation, args, safe, delta, g)
+  bias, pairs = args[3], args[6]
   db = None if db is None else db.sum(1).astype(bias.dtype)
-  return dq, dk, dv, db, None, None
+  dp = None if dp is None else dp.astype(pairs.dtype)
+  return dq, dk, dv, db, None, None, dp
 
 
 core.defvjp(_core_forward, _core_backward)

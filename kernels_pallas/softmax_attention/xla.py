@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.common.numerics import precision, silu, softmax_step
+from kernels_pallas.common.padding import pad_axis, split_evenly
 from kernels_pallas.softmax_attention import tiles
 from kernels_pallas.softmax_attention.options import Blocks, Config, Rows
-from kernels_pallas.softmax_attention.reference import key_limit
+from kernels_pallas.softmax_attention.reference import key_limit, split_heads
 
 __all__ = ['backward', 'forward']
 
@@ -60,8 +62,8 @@ class _Plan(NamedTuple):
 
 def _plan(config: Config, rows: Rows, queries: int, keys: int) -> _Plan:
   blocks = config.blocks or _BLOCKS
-  t, n = tiles.split_evenly(queries, blocks.query, 1)
-  s, m = tiles.split_evenly(keys, blocks.key, 1)
+  t, n = split_evenly(queries, blocks.query, 1)
+  s, m = split_evenly(keys, blocks.key, 1)
   offset, offsets = config.offset, (config.offset, config.offset)
   if rows.offset is not None:
     offset = rows.offset[:, None, None, None, None]
@@ -124,14 +126,19 @@ def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     a.astype(b.dtype),
     b,
     preferred_element_type=jnp.promote_types(b.dtype, jnp.float32),
-    precision=tiles.precision(b.dtype),
+    precision=precision(b.dtype),
   )
 
 
 def _logits(
-  plan: _Plan, q: _Queries, k: _Keys, i: jax.Array, j: jax.Array
-) -> jax.Array:
-  """[B, G, R, t, s], -inf where masked."""
+  plan: _Plan,
+  q: _Queries,
+  k: _Keys,
+  pairs: jax.Array | None,
+  i: jax.Array,
+  j: jax.Array,
+) -> tuple[jax.Array, jax.Array | None]:
+  """[B, G, R, t, s], and which of them are seen."""
   x = _dot('bgrtd,bgsd->bgrts', q.values, k.k) * plan.config.scale
   if k.bias is not None:
     x += k.bias.astype(x.dtype)
@@ -143,7 +150,34 @@ def _logits(
     tiles.Side(row, k.segment, k.span),
     plan.limit,
   )
-  return x if mask is None else jnp.where(mask, x, -jnp.inf)
+  if pairs is None:
+    return x, mask
+  size = (*pairs.shape[:-2], plan.t, plan.s)
+  tile = jax.lax.dynamic_slice(pairs, (0, 0, 0, i * plan.t, j * plan.s), size)
+  x += tile.astype(x.dtype)
+  shown = x > -jnp.inf
+  return x, shown if mask is None else mask & shown
+
+
+def _pad_pairs(
+  pairs: jax.Array | None, plan: _Plan, groups: int
+) -> jax.Array | None:
+  """[1 or B, 1 or G, 1 or R, n t, m s]."""
+  if pairs is None:
+    return None
+  pairs = pad_axis(pad_axis(pairs, 2, plan.n * plan.t), 3, plan.m * plan.s)
+  return split_heads(pairs, groups)
+
+
+def _add_tile(
+  total: jax.Array, tile: jax.Array, i: jax.Array, j: jax.Array
+) -> jax.Array:
+  """Adds [B, G, R, t, s], summed where `total` has size 1."""
+  axes = [a for a in range(3) if total.shape[a] == 1]
+  tile = jnp.sum(tile, axes, keepdims=True)
+  at = (0, 0, 0, i * tile.shape[-2], j * tile.shape[-1])
+  old = jax.lax.dynamic_slice(total, at, tile.shape)
+  return jax.lax.dynamic_update_slice(total, old + tile, at)
 
 
 def _pick(blocks: Any, index: jax.Array) -> Any:
@@ -159,14 +193,17 @@ def forward(
   bias: jax.Array | None,
   table: jax.Array | None,
   rows: Rows,
-) -> tuple[jax.Array, jax.Array]:
+  pairs: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
   """The function of `reference.forward`; out in `tiles.out_dtype`."""
   groups = k.shape[2]
   plan = _plan(config, rows, q.shape[1], k.shape[1])
   if table is not None:
     k = tiles.rotate(k, table[:, :, None])
   keys = _keys(k, v, bias, rows, plan)
+  pairs = _pad_pairs(pairs, plan, groups)
   wide = jnp.promote_types(q.dtype, jnp.float32)
+  silu_weights = config.weights == 'silu'
 
   def block(i, queries):
     first = i * plan.t
@@ -181,10 +218,12 @@ def forward(
     def add(j, carry):
       peak, total, out = carry
       tile = _pick(keys, j)
-      logits = _logits(plan, queries, tile, i, j)
-      weights, decay, peak, total = tiles.softmax_step(
-        logits, peak, total, -1, jnp.exp
-      )
+      x, seen = _logits(plan, queries, tile, pairs, i, j)
+      if silu_weights:
+        weights, decay = silu(tiles.hide(x, seen, 0.0))[0], 1.0
+      else:
+        x = tiles.hide(x, seen, -jnp.inf)
+        weights, decay, peak, total = softmax_step(x, peak, total, -1, jnp.exp)
       out = out * decay + _dot('bgrts,bgsv->bgrtv', weights, tile.v)
       return peak, total, out
 
@@ -195,6 +234,8 @@ def forward(
       jnp.zeros((*shape, v.shape[-1]), wide),
     )
     peak, total, out = jax.lax.fori_loop(low, high, add, start)
+    if silu_weights:
+      return out.astype(tiles.out_dtype(v, bias)), None
     seen = total > 0
     total = jnp.where(seen, total, 1.0)
     lse = jnp.where(seen, peak + jnp.log(total), -jnp.inf)
@@ -203,7 +244,9 @@ def forward(
   out, lse = jax.lax.map(
     lambda x: block(*x), (jnp.arange(plan.n), _queries(q, rows, plan, groups))
   )
-  return _join_heads(out, plan), jnp.swapaxes(_join_heads(lse, plan), 1, 2)
+  if lse is not None:
+    lse = jnp.swapaxes(_join_heads(lse, plan), 1, 2)
+  return _join_heads(out, plan), lse
 
 
 def backward(
@@ -214,11 +257,12 @@ def backward(
   bias: jax.Array | None,
   table: jax.Array | None,
   rows: Rows,
-  lse: jax.Array,
-  delta: jax.Array,
+  lse: jax.Array | None,
+  delta: jax.Array | None,
   g: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-  """Gradients of q, k, v and, per key head, of the bias.
+  pairs: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+  """Gradients of q, k, v, of the bias per key head, and of the pairs.
 
   Args:
     config: as in `forward`, like the next six.
@@ -228,13 +272,15 @@ def backward(
     bias: [B, S] or None.
     table: [B, S, D] or None.
     rows: integers of the mask.
-    lse: [B, H, T], of `forward`, but +inf where no key is visible.
-    delta: [B, H, T], <g, out> less the cotangent of lse.
+    lse: [B, H, T], of `forward`, but +inf where no key is visible; None for
+      silu.
+    delta: [B, H, T], <g, out> less the cotangent of lse; None for silu.
     g: [B, T, H, V], cotangent of out.
+    pairs: [1 or B, 1 or H, T, S] or None.
 
   Returns:
-    dq, dk, dv like q, k, v; the gradient of the bias [B, G, S], float32 or
-    wider, or None.
+    dq, dk, dv like q, k, v; the gradients of the bias [B, G, S] and of the
+    pairs, in their shape, float32 or wider, or None.
   """
   groups = k.shape[2]
   plan = _plan(config, rows, q.shape[1], k.shape[1])
@@ -242,19 +288,22 @@ def backward(
   keys = _keys(rotated, v, bias, rows, plan)
   queries = _queries(q, rows, plan, groups)
   # [B, H, T] -> [n, B, G, R, t, 1]; a query of padding has no weights.
-  column = lambda x, fill: _cut_heads(
-    jnp.swapaxes(x, 1, 2), plan, groups, fill
-  )[..., None]
+  column = lambda x, fill: (
+    None
+    if x is None
+    else _cut_heads(jnp.swapaxes(x, 1, 2), plan, groups, fill)[..., None]
+  )
   per_query = (
     queries,
     column(lse, jnp.inf),
     column(delta, 0.0),
     _cut_heads(g, plan, groups),
   )
-  wide = lse.dtype
+  wide = jnp.promote_types(q.dtype, jnp.float32)
+  padded = _pad_pairs(pairs, plan, groups)
 
-  def block(dq, item):
-    j, tile = item
+  def block(carry, item):
+    (dq, dp), (j, tile) = carry, item
     low, high = tiles.query_blocks(
       config,
       (j * plan.s, (j + 1) * plan.s - 1),
@@ -264,11 +313,16 @@ def backward(
     )
 
     def add(i, carry):
-      dq, dk, dv, db = carry
+      dq, dp, dk, dv, db = carry
       mine, lse, delta, g = _pick(per_query, i)
-      weights = jnp.exp(_logits(plan, mine, tile, i, j) - lse)
+      x, seen = _logits(plan, mine, tile, padded, i, j)
+      inner = _dot('bgrtv,bgsv->bgrts', g, tile.v)
+      weights, slope = tiles.slopes(
+        config.weights, x, seen, lse, delta, inner, jnp.exp
+      )
       dv += _dot('bgrts,bgrtv->bgsv', weights, g)
-      slope = weights * (_dot('bgrtv,bgsv->bgrts', g, tile.v) - delta)
+      if dp is not None:
+        dp = _add_tile(dp, slope, i, j)
       if bias is not None:
         db += slope.sum((2, 3))
       slope = slope * config.scale
@@ -276,26 +330,33 @@ def backward(
       old = jax.lax.dynamic_index_in_dim(dq, i, 0, keepdims=False)
       new = old + _dot('bgrts,bgsd->bgrtd', slope, tile.k)
       dq = jax.lax.dynamic_update_index_in_dim(dq, new, i, 0)
-      return dq, dk, dv, db
+      return dq, dp, dk, dv, db
 
     start = (
       dq,
+      dp,
       jnp.zeros(tile.k.shape, wide),
       jnp.zeros(tile.v.shape, wide),
       None if bias is None else jnp.zeros(tile.k.shape[:-1], wide),
     )
-    dq, dk, dv, db = jax.lax.fori_loop(low, high, add, start)
-    return dq, (dk.astype(k.dtype), dv.astype(v.dtype), db)
+    dq, dp, dk, dv, db = jax.lax.fori_loop(low, high, add, start)
+    return (dq, dp), (dk.astype(k.dtype), dv.astype(v.dtype), db)
 
   dq = jnp.zeros(queries.values.shape, wide)
-  dq, (dk, dv, db) = jax.lax.scan(block, dq, (jnp.arange(plan.m), keys))
+  dp = None if padded is None else jnp.zeros(padded.shape, wide)
+  (dq, dp), (dk, dv, db) = jax.lax.scan(
+    block, (dq, dp), (jnp.arange(plan.m), keys)
+  )
+  if pairs is not None and dp is not None:
+    dp = dp.reshape(*pairs.shape[:2], *dp.shape[3:])
+    dp = dp[:, :, : plan.queries, : plan.keys]
   # [m, B, G, s, ...] -> [B, S, G, ...]
   join = lambda x: _join(jnp.moveaxis(x, 3, 2), k.shape[1])
   dk = join(dk)
   if table is not None:
     dk = tiles.rotate(dk, table[:, :, None], back=True)
   db = None if db is None else jnp.swapaxes(join(db), 1, 2)
-  return _join_heads(dq, plan).astype(q.dtype), dk, join(dv), db
+  return _join_heads(dq, plan).astype(q.dtype), dk, join(dv), db, dp
 
 
 def _join(x: jax.Array, size: int) -> jax.Array:

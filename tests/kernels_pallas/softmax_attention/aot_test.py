@@ -2,18 +2,15 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas.softmax_attention import Rope, Spans, attention
 from kernels_pallas.softmax_attention.shapes import SHAPES
-from tests.kernels_pallas import gpu_targets
+from tests.kernels_pallas import gpu_targets, tpu_targets
 
 pytestmark = pytest.mark.aot
 
-TPUS = ['v4:2x2x1', 'v5e:2x2', 'v5p:2x2x1', 'v6e:2x2', 'tpu7x:2x2x1']
 # Shape, dtype, options that are known, arrays that are not.
 CALLS = {
   'causal': ('prefill', 'bfloat16', {'causal': True}, []),
@@ -75,24 +72,6 @@ def program(call):
   return gradients, leaves
 
 
-def compile_for_tpu(chip, function, leaves, spec=None, devices=(1, 1)):
-  """The compiled program's text; arrays whole, or split by `spec`."""
-  pytest.importorskip('libtpu')
-  from jax.experimental import topologies
-
-  topology = topologies.get_topology_desc(chip, 'tpu')
-  count = devices[0] * devices[1]
-  grid = np.array(topology.devices[:count]).reshape(devices)
-  mesh = Mesh(grid, ('run', 'data'))
-  placed = NamedSharding(mesh, spec or P())
-  structs = [jax.ShapeDtypeStruct(*x, sharding=placed) for x in leaves]
-  with jax.set_mesh(mesh):
-    lowered = (
-      jax.jit(function).trace(*structs).lower(lowering_platforms=('tpu',))
-    )
-  return lowered.compile().as_text()
-
-
 def each(chips, quick):
   """All pairs of a chip and a call; those that are not quick are slow."""
   return [
@@ -104,10 +83,10 @@ def each(chips, quick):
 
 @pytest.mark.parametrize(
   ('chip', 'call'),
-  each(TPUS, [('v5e:2x2', 'everything'), ('v4:2x2x1', 'decode')]),
+  each(tpu_targets.CHIPS, [('v5e:2x2', 'everything'), ('v4:2x2x1', 'decode')]),
 )
 def test_tpu(chip, call):
-  text = compile_for_tpu(chip, *program(call))
+  text = tpu_targets.compile_for_tpu(chip, *program(call))
   assert text.count('custom_call_target="tpu_custom_call"') == 3
 
 
@@ -130,7 +109,7 @@ def test_a_slice_gathers_nothing(runs):
   if runs:
     function = jax.vmap(function, spmd_axis_name='run')
     leaves = [((2, *shape), dtype) for shape, dtype in leaves]
-  text = compile_for_tpu(
+  text = tpu_targets.compile_for_tpu(
     'v5e:2x2',
     function,
     leaves,

@@ -1,0 +1,3 @@
+"""What the kernel folders share: checks, padding, launching, sharding."""
+
+__all__ = []

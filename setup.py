@@ -67,7 +67,11 @@ setup(
   packages=find_packages(
     include=['tmlib', 'tmlib.*', 'kernels_pallas', 'kernels_pallas.*']
   ),
-  package_data={'tmlib': ['py.typed'], 'kernels_pallas': ['py.typed']},
+  package_data={
+    'tmlib': ['py.typed'],
+    'kernels_pallas': ['py.typed'],
+    'kernels_pallas.tuning': ['blocks.json'],
+  },
   python_requires='>=3.11',
   # Floors only: Python 3.11 resolves to jax 0.10, later ones to the newest.
   install_requires=[

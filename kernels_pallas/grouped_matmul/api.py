@@ -25,6 +25,7 @@ from kernels_pallas.grouped_matmul.layout import (
   gather_rows,
   scatter_rows,
 )
+from kernels_pallas.tuning.table import find_blocks
 
 __all__ = ['block_gmm', 'block_tgmm', 'gmm', 'tgmm']
 
@@ -58,12 +59,21 @@ def _check_blocks(rows: int, groups: jax.Array) -> None:
     )
 
 
+def _check_tiles(tiles: tuple[int, int] | None) -> None:
+  if tiles is not None and (len(tiles) != 2 or min(tiles) < 16):
+    raise ValueError(
+      f'tiles={tiles} must be two sizes of at least 16 (multiples of 128 on a '
+      'TPU, powers of two on a GPU): of contracted and of output columns'
+    )
+
+
 def block_gmm(
   lhs: jax.Array,
   rhs: jax.Array,
   groups: jax.Array,
   *,
   transpose_rhs: bool = False,
+  tiles: tuple[int, int] | None = None,
   implementation: str | None = None,
 ) -> jax.Array:
   """y_i = a_i W_e, where e is the group of the block that holds row i.
@@ -75,6 +85,8 @@ def block_gmm(
     rhs: [E, K, N], float, a matrix W per group; [E, N, K] if `transpose_rhs`.
     groups: [n] int32, the group of each block, ascending.
     transpose_rhs: multiply by W^T.
+    tiles: the most contracted and output columns of a Pallas tile, instead of
+      the backend's own choice.
     implementation: see the module docstring.
 
   Returns:
@@ -86,13 +98,14 @@ def block_gmm(
   """
   _check(lhs, rhs, 3, implementation)
   _check_blocks(lhs.shape[0], groups)
+  _check_tiles(tiles)
   inner = rhs.shape[2 if transpose_rhs else 1]
   if lhs.shape[1] != inner:
     raise ValueError(
       f'lhs {lhs.shape} and rhs {rhs.shape} disagree: {lhs.shape[1]} columns '
       f'meet {inner} rows'
     )
-  return vjp.block_gmm(lhs, rhs, groups, transpose_rhs, implementation)
+  return vjp.block_gmm(lhs, rhs, groups, transpose_rhs, implementation, tiles)
 
 
 def block_tgmm(
@@ -135,13 +148,22 @@ def _layout(rows: int, group_sizes: jax.Array, block: int) -> BlockLayout:
   return block_layout(groups, group_sizes.shape[0], block)
 
 
+def _key(lhs: jax.Array, rhs: jax.Array, transpose_rhs: bool) -> str:
+  """What `blocks.json` distinguishes: dtype, rows per group, K, N."""
+  inner, outer = rhs.shape[1:][::-1] if transpose_rhs else rhs.shape[1:]
+  sizes = lhs.shape[0] // max(rhs.shape[0], 1), inner, outer
+  buckets = (1 << max(x - 1, 0).bit_length() for x in sizes)
+  return f'{lhs.dtype} ' + 'x'.join(map(str, buckets))
+
+
 def gmm(
   lhs: jax.Array,
   rhs: jax.Array,
   group_sizes: jax.Array,
   *,
   transpose_rhs: bool = False,
-  block: int = 128,
+  block: int | None = None,
+  tiles: tuple[int, int] | None = None,
   implementation: str | None = None,
 ) -> jax.Array:
   """y_i = a_i W_e for rows that are sorted by their group e.
@@ -152,7 +174,9 @@ def gmm(
     group_sizes: [E], int32 >= 0, rows per group; rows beyond their sum
       belong to no group.
     transpose_rhs: multiply by W^T.
-    block: rows that a step of the loop handles.
+    block: rows that a step of the loop handles; None is that of the table of
+      block sizes for this chip, or 128.
+    tiles: see `block_gmm`; None is that of the same table, if it has one.
     implementation: see the module docstring.
 
   Returns:
@@ -167,12 +191,19 @@ def gmm(
       f'group_sizes has shape {group_sizes.shape}, expected ({rhs.shape[0]},), '
       'one size for each matrix of rhs'
     )
+  _check(lhs, rhs, 3, implementation)
+  if block is None:
+    chosen = find_blocks('gmm', _key(lhs, rhs, transpose_rhs))
+    block = chosen[0] if chosen else 128
+    if tiles is None and chosen:
+      tiles = chosen[1], chosen[2]
   layout = _layout(lhs.shape[0], group_sizes, block)
   out = block_gmm(
     gather_rows(lhs, layout),
     rhs,
     layout.groups,
     transpose_rhs=transpose_rhs,
+    tiles=tiles,
     implementation=implementation,
   )
   return scatter_rows(out, layout)

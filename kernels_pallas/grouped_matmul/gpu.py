@@ -18,6 +18,8 @@ from jax.experimental.pallas import triton as plt
 __all__ = ['block_gmm', 'block_tgmm']
 
 _PARAMS = {'num_warps': 4, 'num_stages': 3}
+# Largest tiles of the contracted and of the output columns.
+_TILES = 32, 64
 
 
 def _tile(size: int, largest: int) -> int:
@@ -55,12 +57,14 @@ def block_gmm(
   rhs: jax.Array,
   groups: jax.Array,
   transpose_rhs: bool,
+  tiles: tuple[int, int] | None = None,
   interpret: bool = False,
 ) -> jax.Array:
   """[S, K], [E, K, N] (or [E, N, K]), [n] -> [S, N]."""
   inner_axis, outer_axis = (2, 1) if transpose_rhs else (1, 2)
   inner, columns = rhs.shape[inner_axis], rhs.shape[outer_axis]
-  k, t = _tile(inner, 32), _tile(columns, 64)
+  most = tiles or _TILES
+  k, t = _tile(inner, most[0]), _tile(columns, most[1])
   lhs = _pad(lhs, 1, k)
   rhs = _pad(_pad(rhs, inner_axis, k), outer_axis, t)
   num_blocks = groups.shape[0]

@@ -19,9 +19,14 @@ def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
 
 
 def block_gmm(
-  lhs: jax.Array, rhs: jax.Array, groups: jax.Array, transpose_rhs: bool
+  lhs: jax.Array,
+  rhs: jax.Array,
+  groups: jax.Array,
+  transpose_rhs: bool,
+  tiles: tuple[int, int] | None = None,
 ) -> jax.Array:
-  """[S, K], [E, K, N] (or [E, N, K]), [n] -> [S, N]."""
+  """[S, K], [E, K, N] (or [E, N, K]), [n] -> [S, N]; columns stay whole."""
+  del tiles
 
   def product(_, inputs):
     rows, group = inputs

@@ -17,11 +17,11 @@ from jax.experimental.pallas import tpu as pltpu
 __all__ = ['block_gmm', 'block_tgmm']
 
 LANES = 128
-# Largest tile of a contracted or an output axis, in columns.
-_LARGEST = 1024
+# Largest tiles of the contracted and of the output columns.
+_TILES = 1024, 512
 
 
-def _tile(size: int, largest: int = _LARGEST) -> int:
+def _tile(size: int, largest: int) -> int:
   """The largest multiple of 128 that divides `size` and is allowed."""
   return max(t for t in range(LANES, largest + 1, LANES) if size % t == 0)
 
@@ -54,6 +54,7 @@ def block_gmm(
   rhs: jax.Array,
   groups: jax.Array,
   transpose_rhs: bool,
+  tiles: tuple[int, int] | None = None,
   interpret: bool = False,
 ) -> jax.Array:
   """[S, K], [E, K, N] (or [E, N, K]), [n] -> [S, N]."""
@@ -61,7 +62,8 @@ def block_gmm(
   block = lhs.shape[0] // groups.shape[0]
   lhs, rhs = _pad(lhs, (1,)), _pad(rhs, (1, 2))
   inner, outer = rhs.shape[1:][::-1] if transpose_rhs else rhs.shape[1:]
-  k, t = _tile(inner), _tile(outer, 512)
+  most = tiles or _TILES
+  k, t = _tile(inner, most[0]), _tile(outer, most[1])
   if transpose_rhs:
     matrix = pl.BlockSpec((None, t, k), lambda c, i, j, g: (g[i], c, j))
   else:

@@ -32,11 +32,11 @@ def _dispatch(
   if implementation == 'interpret_gpu':
     return functools.partial(on_gpu, interpret=True)
 
-  def call(lhs, rhs, groups, static):
+  def call(lhs, rhs, groups, *static):
     keywords = {'tpu': on_tpu, 'cuda': on_gpu}
     if implementation is None:
       keywords['default'] = plain
-    branches = {k: lambda *a, f=f: f(*a, static) for k, f in keywords.items()}
+    branches = {k: lambda *a, f=f: f(*a, *static) for k, f in keywords.items()}
     return jax.lax.platform_dependent(lhs, rhs, groups, **branches)
 
   return call
@@ -50,17 +50,18 @@ def _integers(groups: jax.Array) -> np.ndarray:
   return np.zeros(groups.shape, jax.dtypes.float0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def block_gmm(
   lhs: jax.Array,
   rhs: jax.Array,
   groups: jax.Array,
   transpose_rhs: bool,
   implementation: str | None,
+  tiles: tuple[int, int] | None = None,
 ) -> jax.Array:
   """y_i = a_i W_e for the rows of each block; W^T if `transpose_rhs`."""
   call = _dispatch('block_gmm', implementation)
-  return call(lhs, rhs, groups, transpose_rhs)
+  return call(lhs, rhs, groups, transpose_rhs, tiles)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -76,9 +77,9 @@ def block_tgmm(
   return call(lhs, rhs, groups, num_groups)
 
 
-def _gmm_backward(transpose_rhs, implementation, residual, g):
+def _gmm_backward(transpose_rhs, implementation, tiles, residual, g):
   lhs, rhs, groups = residual
-  da = block_gmm(g, rhs, groups, not transpose_rhs, implementation)
+  da = block_gmm(g, rhs, groups, not transpose_rhs, implementation, tiles)
   a, b = (g, lhs) if transpose_rhs else (lhs, g)
   dw = block_tgmm(a, b, groups, rhs.shape[0], implementation)
   return _like(da, lhs), _like(dw, rhs), _integers(groups)
@@ -93,8 +94,8 @@ def _tgmm_backward(num_groups, implementation, residual, g):
 
 
 block_gmm.defvjp(
-  lambda lhs, rhs, groups, transpose_rhs, implementation: (
-    block_gmm(lhs, rhs, groups, transpose_rhs, implementation),
+  lambda lhs, rhs, groups, *static: (
+    block_gmm(lhs, rhs, groups, *static),
     (lhs, rhs, groups),
   ),
   _gmm_backward,

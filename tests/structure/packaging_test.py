@@ -61,7 +61,11 @@ def test_wheel_holds_the_library_and_nothing_else(archives):
     names = wheel.namelist()
     metadata = next(n for n in names if n.endswith('.dist-info/METADATA'))
     text = wheel.read(metadata).decode()
-  assert {'tmlib/py.typed', 'kernels_pallas/py.typed'} <= set(names)
+  assert {
+    'tmlib/py.typed',
+    'kernels_pallas/py.typed',
+    'kernels_pallas/tuning/blocks.json',
+  } <= set(names)
   folders = {name.split('/')[0] for name in names}
   extra = {f for f in folders if not f.endswith('.dist-info')}
   assert extra == {'tmlib', 'kernels_pallas'}

@@ -1,0 +1,85 @@
+"""Ranking of configurations, by time and by estimates."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.grouped_matmul import gmm
+from kernels_pallas.tuning import Profile, autotune, search
+
+X = np.ones((64, 64), np.float32)
+
+
+def repeated(times):
+  """A function that takes long for many `times`, and fails for none."""
+  if times < 0:
+    return lambda x: x @ jnp.ones((3, 3))
+  return lambda x: jax.lax.fori_loop(0, times, lambda _, y: y @ x / 64, x)
+
+
+def test_a_device_is_timed():
+  ranked = autotune(repeated, [3000, 1, -1], (X,), repeats=3)
+  assert [x.config for x in ranked] == [1, 3000, -1]
+  assert all(x.unit == 'seconds' for x in ranked)
+  assert 0 < ranked[0].cost < ranked[1].cost
+  assert ranked[2].cost == math.inf
+  assert 'TypeError' in ranked[2].reason
+
+
+def make(block):
+  return lambda *x: gmm(*x, block=block)
+
+
+OPERANDS = (
+  jax.ShapeDtypeStruct((512, 128), jnp.bfloat16),
+  jax.ShapeDtypeStruct((2, 128, 128), jnp.bfloat16),
+  np.array([256, 256], np.int32),
+)
+
+
+def test_estimates_rank_without_a_device(monkeypatch):
+  told = {
+    # Blocks of rows: 512 / block + 2.
+    10: Profile(True, cycles=500),
+    6: Profile(True, cycles=900),
+    4: Profile(False, reason='vmem is full'),
+    34: Profile(True, bundles=7, reason='no model of its DMA'),
+  }
+  monkeypatch.setattr(search, 'profile', lambda k, chip: told[k.grid[1]])
+  ranked = autotune(make, [256, 16, 128, 64], OPERANDS, chip='v5e')
+  assert [(x.config, x.cost, x.unit) for x in ranked] == [
+    (64, 500, 'cycles'),
+    (128, 900, 'cycles'),
+    (16, 7 * 34, 'bundles'),
+    (256, math.inf, 'cycles'),
+  ]
+  assert ranked[-1].reason == 'vmem is full'
+  plain = lambda _: lambda *x: gmm(*x, implementation='xla')
+  (nothing,) = autotune(plain, [0], OPERANDS, chip='v5e')
+  assert nothing.cost == math.inf
+  assert 'no Pallas kernel' in nothing.reason
+
+
+@pytest.mark.aot
+def test_the_compiler_prefers_blocks_that_are_not_tiny():
+  pytest.importorskip('libtpu')
+  ranked = autotune(make, [16, 128], OPERANDS, chip='v5e')
+  assert [x.config for x in ranked] == [128, 16]
+  assert ranked[0].unit == 'cycles'
+
+
+@pytest.mark.parametrize(
+  ('configs', 'options', 'message'),
+  [
+    ([], {}, 'configs is empty'),
+    ([1], {'repeats': 0}, 'repeats=0'),
+    ([1], {'chip': 'v9'}, "chip='v9' must be one of"),
+    ([1], {'chip': 'H100'}, 'run on one'),
+  ],
+)
+def test_bad_input(configs, options, message):
+  with pytest.raises(ValueError, match=message):
+    autotune(repeated, configs, (X,), **options)

@@ -234,8 +234,13 @@ def test_packed_tables_and_wrong_paths(tmp_path):
   ]:
     with pytest.raises(TableError, match=match):
       read_table(tmp_path / name)
-  with pytest.raises(FileNotFoundError, match='no table at'):
-    read_table(tmp_path / 'none.csv')
+  with pytest.raises(FileNotFoundError, match=r'no table.* has a.csv.gz, b'):
+    read_table(tmp_path / 'labels.csv')
+  (tmp_path / 'labels_v2.csv').write_text(raw.decode())
+  with pytest.raises(FileNotFoundError, match='did you mean .*labels_v2.csv'):
+    read_table(tmp_path / 'labels.csv')
+  with pytest.raises(FileNotFoundError, match='has no folder'):
+    read_table(tmp_path / 'tables' / 'labels.csv')
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ CLAM writes `h5_files/` and `pt_files/` side by side; TRIDENT one folder per
 encoder below one per patching; others a folder per patient.
 """
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 
 from tmlib.data.slides.arrays import SUFFIXES
+from tmlib.data.slides.paths import near
 from tmlib.data.slides.table import clean_id
 
 __all__ = ['find_slides', 'match_case']
@@ -41,7 +41,7 @@ def find_slides(folder: str | Path) -> dict[str, Path]:
       f'{folder} is a file; pass the folder of feature files that it lies in'
     )
   if not folder.is_dir():
-    raise FileNotFoundError(f'no folder {folder}{_near(folder)}')
+    raise FileNotFoundError(f'no folder {folder}{near(folder)}')
   files = _features(folder.iterdir())
   if not files:
     files = _features(f for n in _CLAM for f in (folder / n).glob('*'))
@@ -85,18 +85,6 @@ def _features(paths) -> list[Path]:
     and not path.stem.endswith('_patches')
     and not path.name.startswith('.')
   ]
-
-
-def _near(folder: Path) -> str:
-  parent = folder.parent
-  while not parent.is_dir() and parent != parent.parent:
-    parent = parent.parent
-  known = [path.name for path in parent.iterdir() if path.is_dir()]
-  part = folder.relative_to(parent).parts[0]
-  close = difflib.get_close_matches(part, known, 2, 0.6)
-  if close:
-    return f'; did you mean {" or ".join(str(parent / c) for c in close)}?'
-  return f'; {parent} has {", ".join(sorted(known)[:6]) or "no folder"}'
 
 
 def _check_one_set(folder: Path, files: list[Path]) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tmlib.data.slides.paths import near
+
 __all__ = [
   'EMPTY',
   'Table',
@@ -22,6 +24,7 @@ __all__ = [
 
 # What tables write where nothing is known.
 EMPTY = frozenset({'', 'na', 'n/a', 'nan', 'none', 'null', "'--", '--'})
+_SUFFIXES = ('.csv', '.tsv', '.txt', '.zip', '.gz')
 # Suffixes of slide images that tables keep and feature files drop.
 _IMAGES = (
   '.svs', '.tif', '.tiff', '.ndpi', '.mrxs', '.scn', '.bif', '.svslide',
@@ -70,7 +73,7 @@ def read_table(path: str | Path) -> Table:
   if path.is_dir():
     raise TableError(f'{path} is a folder; pass the table itself')
   if not path.is_file():
-    raise FileNotFoundError(f'no table at {path}')
+    raise FileNotFoundError(f'no table at {path}{near(path, _SUFFIXES)}')
   try:
     text = _text(path)
   except (OSError, EOFError, zipfile.BadZipFile, RuntimeError) as error:

@@ -33,10 +33,10 @@ SHAPES = {
   # A language model's layer in small.
   'large': ExpertShape(8192, 256, 1024, 32),
   # Few wide experts.
-  'wide': ExpertShape(4096, 2048, 4096, 8),
+  'wide': ExpertShape(2048, 2048, 4096, 8),
 }
 
-_TILES = ((1024, 512), (1024, 1024), (2048, 512))
+_TILES = ((1024, 512), (1024, 1024))
 # Rows of a block, and the largest tiles of contracted and output columns.
 _TPU = tuple((r, k, c) for r in (128, 256, 512) for k, c in _TILES)
 _GPU = ((64, 32, 64), (128, 32, 64), (128, 64, 64), (128, 32, 128))

@@ -18,7 +18,7 @@ __all__ = ['block_gmm', 'block_tgmm']
 
 LANES = 128
 # Largest tiles of the contracted and of the output columns.
-_TILES = 1024, 512
+_TILES = 1024, 1024
 
 
 def _tile(size: int, largest: int) -> int:

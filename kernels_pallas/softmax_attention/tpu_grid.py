@@ -21,6 +21,7 @@ from kernels_pallas.softmax_attention.operands import (
 )
 from kernels_pallas.softmax_attention.options import Blocks, Config, Rows
 from kernels_pallas.softmax_attention.reference import key_limit
+from kernels_pallas.tuning.table import find_blocks
 
 __all__ = [
   'LANES',
@@ -61,6 +62,13 @@ def _blocks(dim: int, single: bool, backward: bool) -> Blocks:
   return Blocks(512, 512)
 
 
+def _from_table(dim: int, dtype: Any, backward: bool) -> Blocks | None:
+  """What was chosen for this chip, for calls whose tiles hold logits only."""
+  op = f'attention_{"backward" if backward else "forward"}'
+  found = find_blocks(op, f'{dtype} {-(-dim // LANES) * LANES}')
+  return Blocks(*found) if found else None
+
+
 def pad_row(x: jax.Array, size: int, fill: float = 0) -> jax.Array:
   """[..., N] -> [..., 1, size]."""
   return jnp.expand_dims(pad_axis(x, x.ndim - 1, size, fill), -2)
@@ -85,7 +93,11 @@ def prepare(
 ) -> tuple[Plan, Operands]:
   """Head before rows, whole tiles."""
   dim = max(q.shape[-1], v.shape[-1])
-  blocks = config.blocks or _blocks(dim, q.dtype.itemsize > 2, backward)
+  extra = bias, table, pairs, rows.query_segment, rows.query_span
+  blocks = config.blocks
+  if config.weights == 'softmax' and all(x is None for x in extra):
+    blocks = blocks or _from_table(dim, q.dtype, backward)
+  blocks = blocks or _blocks(dim, q.dtype.itemsize > 2, backward)
   t, n = split_evenly(q.shape[1], blocks.query, LANES)
   s, m = split_evenly(k.shape[1], blocks.key, LANES)
   limit = key_limit(rows, config, k.shape[1], q.shape[1], m * s - k.shape[1])

@@ -6,6 +6,7 @@ of the traced function and compiled alone, its operands in device memory.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,17 +21,20 @@ _PLATFORMS = {'mosaic': 'tpu', 'triton': 'gpu', 'mosaic_gpu': 'gpu'}
 
 
 class Kernel(NamedTuple):
-  """A `pallas_call`: name, grid, function and shapes of its operands."""
+  """A `pallas_call`: name, grid, function and shapes of its operands.
+
+  Axes of the grid that depend on data are no numbers.
+  """
 
   name: str
-  grid: tuple[int, ...]
+  grid: tuple[Any, ...]
   function: Callable[..., Any]
   operands: tuple[jax.ShapeDtypeStruct, ...]
 
   @property
   def steps(self) -> int:
-    """Number of grid points."""
-    return functools.reduce(lambda a, b: a * b, self.grid, 1)
+    """Number of grid points along the axes that are known."""
+    return math.prod(x for x in self.grid if isinstance(x, int))
 
 
 def on_chip(chip: Chip) -> Any:
@@ -87,7 +91,7 @@ def find_kernels(
       jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars
     )
     grid = tuple(params['grid_mapping'].grid)
-    name = params.get('name') or params['debug'].func_name
+    name = params.get('name') or params['jaxpr'].debug_info.func_name
     found.append(Kernel(name, grid, call, shapes))
   return found
 

@@ -28,6 +28,8 @@ __all__ = [
   'profile',
 ]
 
+# The estimate simulates the grid step by step, in up to megabytes a step.
+_MOST_STEPS = 2048
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -179,7 +181,8 @@ def _compile(
     return json.loads(done.stdout.strip().splitlines()[-1])
   fatal = re.findall(r'^F\d.*?\] (.*)', done.stderr, re.MULTILINE)
   why = fatal[0] if fatal else done.stderr.strip()[-200:]
-  return {'compiles': False, 'reason': f'the compiler ended: {why}'}
+  how = f'the compiler ended (exit code {done.returncode})'
+  return {'compiles': False, 'reason': f'{how}: {why}'}
 
 
 def _read_tpu(folder: str) -> dict[str, Any]:
@@ -232,6 +235,15 @@ def _read_gpu(folder: str, chip: Chip) -> dict[str, Any]:
   return found
 
 
+def _without_cycles(kernel: Kernel, chip: Chip) -> str:
+  """Why no estimate of cycles is asked for; empty where it is, or no TPU."""
+  if chip.name == 'v4':
+    return 'v4 has no model of its DMA'
+  if chip.platform == 'tpu' and kernel.steps > _MOST_STEPS:
+    return f'{kernel.steps} steps are too many to simulate'
+  return ''
+
+
 def profile(kernel: Kernel, chip: Chip, timeout: float = 3000) -> Profile:
   """Compiles a kernel in a process of its own and reads what it leaves.
 
@@ -254,9 +266,9 @@ def profile(kernel: Kernel, chip: Chip, timeout: float = 3000) -> Profile:
   except Exception as error:  # Whatever Pallas does not take is the answer.
     return Profile(False, f'{type(error).__name__}: {error}')
   with tempfile.TemporaryDirectory() as folder:
-    cycles = chip.platform == 'tpu' and chip.name != 'v4'
+    reason = _without_cycles(kernel, chip)
+    cycles = not reason and chip.platform == 'tpu'
     result = _compile(module, chip, folder, cycles, timeout)
-    reason = '' if cycles or chip.platform == 'gpu' else 'v4 has no DMA model'
     if (
       cycles and not result['compiles'] and 'compiler ended' in result['reason']
     ):

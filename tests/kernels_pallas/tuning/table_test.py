@@ -7,6 +7,7 @@ import pytest
 
 from kernels_pallas.grouped_matmul import api as gmm_api
 from kernels_pallas.grouped_matmul import gmm
+from kernels_pallas.softmax_attention import Blocks, attention
 from kernels_pallas.tuning import CHIPS, all_cases, find_kernels
 from kernels_pallas.tuning import table as tables
 from kernels_pallas.tuning.chips import chip_in_use
@@ -71,6 +72,30 @@ def test_gmm_asks_the_table_and_obeys_the_caller(monkeypatch):
   assert len(asked) == 1
   monkeypatch.setattr(gmm_api, 'find_blocks', lambda *_: None)
   assert grid() == (1, 6, 1)
+
+
+def test_attention_asks_the_table_for_plain_calls():
+  q = jax.ShapeDtypeStruct((1, 2048, 1, 128), jnp.bfloat16)
+  ids = jax.ShapeDtypeStruct((1, 2048), jnp.int32)
+
+  def tiles(chip, blocks=None):
+    function = lambda q, ids, known: attention(
+      q, q, q, causal=True, segment_ids=ids if known else None, blocks=blocks
+    )
+    return [
+      find_kernels(
+        lambda q, ids, k=known: function(q, ids, k), (q, ids), CHIPS[chip]
+      )[0].grid[2:]
+      for known in (False, True)
+    ]
+
+  size = tables.find_blocks('attention_forward', 'bfloat16 128', 'v5e')
+  chosen = 2048 // size[0], 2048 // size[1]
+  assert chosen != (4, 4)
+  # With segments, and where the table has nothing, the rule of the backend.
+  assert tiles('v5e') == [chosen, (4, 4)]
+  assert tiles('v4') == [(4, 4), (4, 4)]
+  assert tiles('v5e', Blocks(256, 128)) == [(8, 16), (8, 16)]
 
 
 def test_tiles_do_not_change_a_product():

@@ -1,0 +1,281 @@
+r"""Our kernels on the device at hand: numbers against float64, and times.
+
+  python experiments/benchmarks/kernels_device.py [--out=DIR]
+    [--ops=attention,gmm,ell_spmm] [--shapes='causal;decode'] [--repeats=10]
+    [--quick]
+
+On a GPU beside cuDNN's and XLA's attention, `lax.ragged_dot`, and dense and
+segment-sum message passing; on a TPU beside XLA only; on a CPU our XLA paths at
+small sizes, which says whether this script works and no more. The floor is what
+matrix rate or bandwidth of the chip allow at least, for chips in CHIPS.
+
+Errors are those of the bfloat16 call against float64 on the CPU, the largest
+over the largest entry. No table of a GPU is kept in this repository yet: none
+was at hand. Whoever has one, please run this and keep table.md, which names the
+card and the date.
+"""
+
+import argparse
+import datetime
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+# The float64 reference holds all logits at once.
+LARGEST_CHECK = 2e10
+LARGEST_ON_CPU = 2e9
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+  """Of the command line."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+  )
+  parser.add_argument('--out', type=pathlib.Path)
+  parser.add_argument('--ops', type=lambda x: x.split(','), default=[])
+  # A name may hold a comma.
+  parser.add_argument('--shapes', type=lambda x: x.split(';'), default=[])
+  parser.add_argument('--repeats', type=int, default=10)
+  parser.add_argument('--quick', action='store_true', help='tiny shapes only')
+  return parser.parse_args(argv)
+
+
+def spmm_cases() -> list[Any]:
+  """Message passing on tissue; operands are w, x and the table's arrays."""
+  import jax
+  import jax.numpy as jnp
+  import numpy as np
+
+  from kernels_pallas.graph import PatchGraph, ell_spmm
+  from kernels_pallas.graph.shapes import SHAPES, tissue_mask
+  from kernels_pallas.tuning import Case
+  from tmlib.ops.graph import ell_from_grid
+
+  def make(blocks, implementation):
+    del blocks
+    return lambda w, x, *table: ell_spmm(
+      PatchGraph(*table), w, x, implementation=implementation
+    )
+
+  def gathered(w, x, nbr, emask, rev):
+    del rev
+    return jnp.einsum('nk,nkd->nd', jnp.where(emask, w, 0), x[nbr])
+
+  found = []
+  for name in ('tiny', 'biopsy', 'resection'):
+    shape = SHAPES[name]
+    ij = tissue_mask(shape.rows, shape.columns, shape.patches)
+    graph = ell_from_grid(ij)
+    table = tuple(map(np.asarray, (graph.nbr, graph.emask, graph.rev)))
+    (n, k), d = table[0].shape, shape.features
+    found.append(
+      Case(
+        op='ell_spmm',
+        shape=name,
+        options={},
+        make=make,
+        reference=gathered,
+        operands=(
+          jax.ShapeDtypeStruct((n, k), jnp.bfloat16),
+          jax.ShapeDtypeStruct((n, d), jnp.bfloat16),
+          *table,
+        ),
+        flops=2.0 * n * k * d,
+        bytes_moved=2.0 * (2 * n * d + n * k) + 9.0 * n * k,
+        blocks={},
+      )
+    )
+  return found
+
+
+def spmm_peers(case: Any) -> dict[str, Callable[..., Any]]:
+  """Dense where the matrix is small, and a sorted segment sum over edges."""
+  import jax
+  import jax.numpy as jnp
+  import numpy as np
+
+  nbr, emask = case.operands[2:4]
+  n = nbr.shape[0]
+  rows = np.repeat(np.arange(n), nbr.shape[1]).reshape(nbr.shape)
+  at = np.nonzero(emask)
+  tail, head = rows[at], nbr[at]
+
+  def segment_sum(w, x, *_):
+    messages = w[at][:, None] * x[head]
+    return jax.ops.segment_sum(messages, tail, n, indices_are_sorted=True)
+
+  def dense(w, x, *_):
+    return jnp.zeros((n, n), w.dtype).at[tail, head].set(w[at]) @ x
+
+  peers = {'segment sum': segment_sum}
+  return peers | ({'dense': dense} if n <= 4096 else {})
+
+
+def peers_of(case: Any, platform: str) -> dict[str, Callable[..., Any]]:
+  """What runs beside us on that platform."""
+  from experiments.benchmarks.kernels_peers import PEERS
+
+  if case.op == 'ell_spmm':
+    return spmm_peers(case)
+  kinds = {'any', *(['device'] if platform == 'gpu' else [])}
+  made = {
+    peer.name: peer.make(case, None)
+    for peer in PEERS
+    if peer.op == case.op and peer.platform in kinds
+  }
+  return {name: f for name, f in made.items() if f is not None}
+
+
+def errors(case: Any) -> list[float]:
+  """Of the value and of each gradient, against float64 on the CPU."""
+  import jax
+  import jax.numpy as jnp
+  import numpy as np
+
+  from kernels_pallas.tuning.cases import backward, draw
+
+  operands = draw(case)
+  wide = lambda x: (
+    np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+  )
+  function = case.make(None, None)
+  got = jax.jit(lambda *x: (function(*x), *backward(function)(*x)))(*operands)
+  with jax.enable_x64(True), jax.default_device(jax.devices('cpu')[0]):
+    exact = case.reference
+    want = jax.jit(lambda *x: (exact(*x), *backward(exact)(*x)))(
+      *map(wide, operands)
+    )
+  relative = lambda a, b: float(np.abs(wide(a) - b).max() / np.abs(b).max())
+  return [
+    relative(np.asarray(a), np.asarray(b))
+    for a, b in zip(got, want, strict=True)
+  ]
+
+
+def measure(
+  functions: dict[str, Callable[..., Any]], operands: Any, repeats: int
+) -> dict[str, float | str]:
+  """Median seconds in turns, or why there are none."""
+  import jax
+
+  programs, told = {}, {}
+  for name, function in functions.items():
+    try:
+      programs[name] = jax.jit(function).lower(*operands).compile()
+      jax.block_until_ready(programs[name](*operands))
+    except Exception as error:  # What a peer can not do is a result, too.
+      programs.pop(name, None)
+      told[name] = f'{type(error).__name__}: {str(error).splitlines()[0]}'
+  seconds = {name: [] for name in programs}
+  for _ in range(repeats):
+    for name, program in programs.items():
+      start = time.perf_counter()
+      jax.block_until_ready(program(*operands))
+      seconds[name].append(time.perf_counter() - start)
+  return told | {n: statistics.median(s) for n, s in seconds.items()}
+
+
+def rows_of(case: Any, repeats: int) -> list[list[str]]:
+  """A row per pass and way."""
+  import jax
+
+  from kernels_pallas.tuning import CHIPS
+  from kernels_pallas.tuning.cases import backward, draw
+  from kernels_pallas.tuning.chips import chip_in_use
+
+  platform, name = jax.default_backend(), chip_in_use()
+  operands = jax.device_put(draw(case))
+  ways = {'ours': case.make(None, None), **peers_of(case, platform)}
+  both = errors(case) if case.flops <= LARGEST_CHECK else []
+  rows = []
+  for kind in ('forward', 'both'):
+    made = ways
+    if kind == 'both':
+      made = {n: backward(f) for n, f in ways.items()}
+    scale = (1.0, 1.0)
+    if kind == 'both':
+      scale = tuple(1 + x for x in case.scale)
+    floor = None
+    if name is not None:
+      work = case.flops * scale[0], case.bytes_moved * scale[1]
+      floor = CHIPS[name].floor(*work)
+    for way, found in measure(made, operands, repeats).items():
+      if isinstance(found, str):
+        rows.append([case.op, case.shape, kind, way, '', '', '', found])
+        continue
+      off = both[:1] if kind == 'forward' else both[1:]
+      rows.append(
+        [
+          case.op,
+          case.shape,
+          kind,
+          way,
+          f'{1e3 * found:.3f}',
+          '' if floor is None else f'{found / floor:.2f}',
+          f'{max(off):.1e}' if off and way == 'ours' else '',
+          '',
+        ]
+      )
+  return rows
+
+
+HEAD = ['op', 'shape', 'pass', 'way', 'ms', 'over the floor', 'error', 'remark']
+
+
+def table(rows: list[list[str]], device: str, jax_version: str) -> str:
+  """Markdown, with the card and the date."""
+  line = lambda cells: (
+    '| ' + ' | '.join(x.replace('|', '/') for x in cells) + ' |'
+  )
+  return '\n'.join(
+    [
+      f'Measured on {device}, {datetime.date.today().isoformat()}, jax '
+      f'{jax_version}. bfloat16; "both" is forward and backward.',
+      '',
+      line(HEAD),
+      '|' + ' --- |' * len(HEAD),
+      *map(line, rows),
+      '',
+    ]
+  )
+
+
+def chosen(flags: argparse.Namespace, platform: str) -> list[Any]:
+  """The cases to run; on a CPU the small ones."""
+  from kernels_pallas.tuning import all_cases
+
+  cases = [*all_cases(), *spmm_cases()]
+  if flags.quick:
+    return [c for c in cases if c.shape == 'tiny' and _wanted(c, flags)]
+  most = LARGEST_ON_CPU if platform == 'cpu' else float('inf')
+  return [c for c in cases if c.flops <= most and _wanted(c, flags)]
+
+
+def _wanted(case: Any, flags: argparse.Namespace) -> bool:
+  op = not flags.ops or case.op in flags.ops
+  return op and (not flags.shapes or case.shape in flags.shapes)
+
+
+def main(argv: list[str] | None = None) -> str:
+  """Prints the table as it grows, and returns and writes it."""
+  import jax
+
+  flags = arguments(argv)
+  rows = []
+  for case in chosen(flags, jax.default_backend()):
+    for row in rows_of(case, flags.repeats):
+      print('  '.join(row), flush=True)
+      rows.append(row)
+  text = table(rows, jax.devices()[0].device_kind, jax.__version__)
+  if flags.out:
+    flags.out.mkdir(parents=True, exist_ok=True)
+    (flags.out / 'table.md').write_text(text, encoding='utf-8')
+  return text
+
+
+if __name__ == '__main__':
+  sys.path[0] = str(pathlib.Path(__file__).resolve().parents[2])
+  main()

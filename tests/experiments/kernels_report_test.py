@@ -1,0 +1,186 @@
+"""The kernel reports: what they read, and that a row of each comes out."""
+
+import importlib.util
+import json
+import math
+
+import numpy as np
+import pytest
+
+from experiments.benchmarks import (
+  kernels_device,
+  kernels_peers,
+  kernels_report,
+  kernels_static,
+  kernels_timings,
+)
+from kernels_pallas.tuning import CHIPS, all_cases, find_kernels
+from kernels_pallas.tuning.cases import structs
+
+# The fields that are read, of one published timing.
+ARGUMENTS = {
+  'q': 'bf16[1,16384,16,128]',
+  'k': 'bf16[1,16384,16,128]',
+  'v': 'bf16[1,16384,16,128]',
+  'bias': None,
+  'logits_soft_cap': None,
+  'mask': {'bool_mask': None, 'q_start': None, 'is_causal': True},
+  'return_residuals': False,
+}
+CONFIGS = {
+  '{"block_q":1024,"block_kv":1024}': {'evaluation_times_ms': [4.1, 3.9, 4.0]},
+  '{"block_q":128,"block_kv":128}': {'evaluation_times_ms': [9.0, 9.0, 9.1]},
+}
+
+
+def timings(**changes):
+  entry = json.dumps(ARGUMENTS | changes)
+  return kernels_timings.read_timings(json.dumps({entry: CONFIGS}))
+
+
+def test_published_timings_are_read():
+  (found,) = timings()
+  assert found.shape == (1, 16384, 16384, 16, 16, 128, 128)
+  assert found.causal
+  assert found.seconds == pytest.approx(4.0e-3)
+  assert timings(mask={'bool_mask': 'bool[1,1,4,4]'}) == []
+  assert timings(return_residuals=True) == []
+  assert timings(q='f32[1,16384,16,128]') == []
+
+
+def test_a_spread_holds_both_ends():
+  all_ = [
+    kernels_timings.Timing((1, 128, 128, 1, 1, 64, 64), False, seconds)
+    for seconds in (5.0, 1.0, 2.0, 4.0, 3.0)
+  ]
+  found = kernels_timings.spread(all_, 3)
+  assert [x.seconds for x in found] == [1, 3, 5]
+  huge = all_[0]._replace(shape=(64, 65536, 65536, 64, 64, 128, 128))
+  assert kernels_timings.spread([huge], 3) == []
+
+
+def test_agreement_of_model_and_timings():
+  assert kernels_timings.log_correlation([1, 10, 100], [2, 20, 200]) == (
+    pytest.approx(1)
+  )
+  assert math.isnan(kernels_timings.log_correlation([1, 2], [1, 2]))
+  row = {'chip': 'v6e', 'model': 'XLA', 'reason': ''}
+  rows = [
+    row | {'seconds': 2.0**n, 'estimate': 2.0 ** (n - 1)} for n in range(3)
+  ]
+  rows.append(row | {'seconds': 1.0, 'estimate': float('nan')})
+  text = kernels_timings.summary(rows, {'jax': '1'})
+  assert '| v6e | XLA | 3 of 4 | 1.000 | 2.00 (2.00 to 2.00) |' in text
+
+
+def row(who, cycles, **more):
+  return {
+    'op': 'gmm',
+    'shape': 'large',
+    'pass': 'forward',
+    'chip': 'v5e',
+    'who': who,
+    'blocks': None,
+    'kernel': 'block_gmm',
+    'compiles': True,
+    'reason': '',
+    'cycles': cycles,
+    'floor_cycles': 100,
+    'units': {'MATMUL': 0.5, 'XLU': 0, 'VALU': 0.25, 'EUP': 0},
+    'vmem': 2**20,
+    'bundles': 1234,
+    'spills': 7,
+    **more,
+  }
+
+
+def test_a_table_and_a_picture(tmp_path):
+  gpu = {'chip': 'H100', 'registers': 96, 'spills': 0, 'cycles': None}
+  rows = [
+    row('ours', 250),
+    row('ours', 150, blocks=[256, 512]),
+    row('ours', 20, blocks=[256, 512], kernel='second'),
+    row('peer', 300),
+    row('failed', None, compiles=False, reason='vmem | full'),
+    row('ours', **gpu),
+  ]
+  done = {'rows': rows, 'versions': {'jax': '1.2'}, 'missing': {'v4': 'no'}}
+  text = kernels_report.table(done, '2026-01-01', 'python x')
+  assert 'jax 1.2' in text
+  assert 'v4 is left out: no.' in text
+  assert (
+    '| ours | chosen | block_gmm | 250 | 2.50 | 1,234 | 50 | 0 | 25 | 0 | 7 '
+    '| 1.0 |  |'
+  ) in text
+  assert 'NO: vmem / full' in text
+  assert '## gmm, large, forward, H100' in text
+  # Both kernels of the best blocks count, and what failed does not.
+  assert kernels_report.totals(rows) == {
+    ('gmm', 'large', 'forward', 'v5e', 'ours'): pytest.approx(1.7),
+    ('gmm', 'large', 'forward', 'v5e', 'peer'): 3,
+  }
+  assert kernels_report.picture(rows, tmp_path / 'x.png')
+  assert (tmp_path / 'x.png').stat().st_size > 1000
+  assert not kernels_report.picture([], tmp_path / 'y.png')
+
+
+def test_tiles_that_hold_rows_of_a_group():
+  # Rows 0-4 | 5-9 | none | 10-15 in tiles of 4: {0,1} {1,2} {} {2,3}.
+  sizes = np.array([5, 5, 0, 6])
+  assert kernels_peers.visited_tiles(sizes, 4) == 6
+  assert kernels_peers.visited_tiles(np.array([8, 8]), 8) == 2
+
+
+def case(op, shape):
+  return next(c for c in all_cases() if (c.op, c.shape) == (op, shape))
+
+
+def test_peers_are_found_at_our_shapes():
+  causal, large = case('attention', 'causal'), case('gmm', 'large')
+  kernels = lambda f, c: find_kernels(f, structs(c), CHIPS['v5e'])
+  (flash,) = kernels(kernels_peers.flash(causal, (512, 1024)), causal)
+  assert flash.grid == (2, 4, 4, 2)
+  (gmm,) = kernels(kernels_peers.megablox(large, (128, 256, 1024)), large)
+  tiles = kernels_peers.visited_tiles(large.operands[2], 128)
+  assert gmm.grid == (1, tiles, 1)
+  assert kernels_peers.flash(case('attention', 'chunk'), (512, 1024)) is None
+
+
+def test_without_compilers_each_chip_is_named(monkeypatch, tmp_path):
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+  flags = kernels_static.arguments([f'--out={tmp_path}', '--ops=gmm'])
+  done = kernels_static.run(flags)
+  assert done['rows'] == []
+  assert set(done['missing']) == set(CHIPS)
+  assert 'libtpu is missing' in done['missing']['v5e']
+  assert 'jax-cuda13-plugin is missing' in done['missing']['A100']
+
+
+@pytest.mark.aot
+def test_a_quick_row_and_its_memory(monkeypatch, tmp_path):
+  pytest.importorskip('libtpu')
+  flags = kernels_static.arguments(
+    [f'--out={tmp_path}', '--quick', '--ops=gmm', '--shapes=tiny']
+    + ['--chips=v5e', '--passes=forward']
+  )
+  (found,) = kernels_static.run(flags)['rows']
+  assert found['compiles']
+  assert found['cycles'] > found['floor_cycles'] > 0
+  # The same command again computes nothing.
+  monkeypatch.setattr(kernels_static, 'run_row', None)
+  assert kernels_static.run(flags)['rows'] == [found]
+
+
+def test_a_device_row(tmp_path):
+  text = kernels_device.main(
+    ['--quick', '--ops=ell_spmm', '--repeats=1', f'--out={tmp_path}']
+  )
+  assert (tmp_path / 'table.md').read_text(encoding='utf-8') == text
+  rows = [x.split(' | ') for x in text.splitlines() if '| tiny |' in x]
+  ways = [(x[2], x[3]) for x in rows]
+  assert ('forward', 'ours') in ways
+  assert ('both', 'segment sum') in ways
+  # bfloat16 against float64.
+  errors = [float(x[6]) for x in rows if x[3] == 'ours']
+  assert len(errors) == 2
+  assert all(0 < x < 2e-2 for x in errors)

@@ -9,8 +9,10 @@ from kernels_pallas.graph.api import (
 )
 from kernels_pallas.graph.halo import halo_exchange, shard_graph
 from kernels_pallas.graph.patch_graph import PatchGraph
+from kernels_pallas.graph.pooling import Gate, segment_pool
 
 __all__ = [
+  'Gate',
   'PatchGraph',
   'ell_diffuse',
   'ell_diffuse2',
@@ -18,5 +20,6 @@ __all__ = [
   'ell_spmm',
   'ell_transpose',
   'halo_exchange',
+  'segment_pool',
   'shard_graph',
 ]

@@ -1,13 +1,17 @@
 """Survival and expression as methods; expression metrics."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from scipy import stats
 
 from tmlib import train
 from tmlib.mil import (
+  Bag,
+  MILOutput,
   batch_bags,
   create_model,
   expression_summary,
@@ -17,6 +21,7 @@ from tmlib.mil import (
   pearson_per_sample,
   regression_method,
   spearman_per_gene,
+  spot_regression_method,
   variable_genes,
 )
 from tmlib.mil.survival import cox_method, discrete_survival_method
@@ -207,3 +212,51 @@ def test_normalisation():
     log_normalize([[-1.0]])
   with pytest.raises(ValueError, match=r'count=4 must be in \[1, 3\]'):
     variable_genes(np.zeros((2, 3)), 4)
+
+
+class TestSpots:
+  @staticmethod
+  def batch(junk=0.0):
+    rng = np.random.default_rng(0)
+    mask = np.arange(6) < np.array([[6], [4], [5]])
+    features = np.where(mask[..., None], rng.normal(size=(3, 6, 2)), junk)
+    target = np.where(mask[..., None], rng.normal(size=(3, 6, 2)), junk)
+    return {
+      'bag': Bag(features.astype(np.float32), mask),
+      'target': target.astype(np.float32),
+      'weight': np.array([1, 1, 0], np.float32),
+      'id': np.arange(3, dtype=np.int32),
+    }
+
+  def test_the_loss_is_that_of_real_spots_whatever_padding_holds(self):
+    class Echo(nn.Module):
+      @nn.compact
+      def __call__(self, bag, train=False, dropout_keys=None):
+        scale = self.param('scale', nn.initializers.constant(2.0), ())
+        pooled = jnp.zeros((len(bag.mask), 1))
+        # As every model of bags: nothing is made of padded rows.
+        seen = jnp.where(bag.mask[..., None], bag.features, 0)
+        extras = {'node_outputs': scale * seen}
+        return MILOutput(pooled, pooled, pooled, extras=extras)
+
+    method = spot_regression_method(Echo(), optax.sgd(0.1))(None)
+    for junk in (0.0, np.nan):
+      batch = self.batch(junk)
+      state = method.init(jax.random.key(0), batch)
+      found = method.evaluate(state, batch)
+      real = batch['bag'].mask & (np.arange(3) < 2)[:, None]
+      error = 2 * batch['bag'].features - batch['target']
+      total, count = found['sums']['loss']
+      np.testing.assert_allclose(total, (error[real] ** 2).mean(-1).sum(), 1e-5)
+      assert count == 10
+      state, metrics = method.update(state, batch)
+      want = (error[real] ** 2).mean()
+      np.testing.assert_allclose(metrics['loss'], want, rtol=1e-5)
+      assert np.isfinite(state.params['scale'])
+
+  def test_a_model_of_bags_is_refused(self):
+    method = spot_regression_method(
+      create_model('mean_pool', num_classes=2, hidden=4), optax.sgd(0.1)
+    )(None)
+    with pytest.raises(ValueError, match='predicts bags only'):
+      method.init(jax.random.key(0), self.batch())

@@ -23,13 +23,22 @@ from tmlib.data.pathways import (
   read_pathway_cohort,
 )
 from tmlib.data.slides import read_h5, read_pt
+from tmlib.data.spots import (
+  PATCH_FEATURES,
+  SpotSection,
+  planted_spots,
+  read_spots,
+  stain_features,
+)
 from tmlib.data.validate import make_bag, select_nonempty, validate_bag
 
 __all__ = [
   'MIL_SETS',
+  'PATCH_FEATURES',
   'Bag',
   'BagSet',
   'PathwayCohort',
+  'SpotSection',
   'batch_bags',
   'bucket_size',
   'fold_statistics',
@@ -41,11 +50,14 @@ __all__ = [
   'pathway_components',
   'pathway_graph',
   'planted_pathways',
+  'planted_spots',
   'read_h5',
   'read_mil_csv',
   'read_pathway_cohort',
   'read_pt',
+  'read_spots',
   'select_nonempty',
+  'stain_features',
   'standardize',
   'stratified_folds',
   'subsample_bag',

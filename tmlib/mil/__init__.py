@@ -20,6 +20,7 @@ from tmlib.mil.expression import (
   pearson_per_sample,
   regression_method,
   spearman_per_gene,
+  spot_regression_method,
   variable_genes,
 )
 from tmlib.mil.fold_data import cross_validation_runs, tag_runs
@@ -106,6 +107,7 @@ __all__ = [
   'scale_features',
   'select_nonempty',
   'spearman_per_gene',
+  'spot_regression_method',
   'subsample_bag',
   'tag_runs',
   'top_k_pool',

@@ -22,6 +22,7 @@ __all__ = [
   'pearson_per_sample',
   'regression_method',
   'spearman_per_gene',
+  'spot_regression_method',
   'variable_genes',
 ]
 
@@ -81,6 +82,69 @@ def regression_method(
     return total(own + extra), metrics, found
 
   return bag_method(model, optimizer, task, **options)
+
+
+def spot_regression_method(
+  model: nn.Module,
+  optimizer: optax.GradientTransformation,
+  *,
+  aux_weights: Mapping[str, float] | None = None,
+  outputs: tuple[str, ...] = (),
+  **options: Any,
+) -> Build:
+  r"""Trains a prediction for every instance, such as a spot of a section.
+
+  The mean of (x_bng - y_bng)^2 over the genes and over all real instances; bags
+  count by their size.
+
+  Batch, beside what `bag_method` reads: 'target' [B, N, G] float32, already
+  standardised by the training bags.
+
+  Args:
+    model: reports `extras['node_outputs']` [B, N, G], as
+      TMEvolve(task='expression').
+    optimizer: Optax transformation.
+    aux_weights: lambda of auxiliary losses.
+    outputs: further extras [B, ...] to return, traced where need be.
+    **options: of `bag_method`.
+
+  Returns:
+    Build. Metrics: loss, spot_mse, aux/<name>. Outputs: id, prediction [B, N,
+    G] and what `outputs` asks for.
+
+  Raises:
+    ValueError: when traced, a model without a prediction per instance.
+  """
+
+  def task(output, batch, axis_name):
+    del axis_name  # a sum over instances
+    if 'node_outputs' not in output.extras:
+      raise ValueError(
+        'the model predicts bags only; spots need one that reports '
+        "node_outputs, such as TMEvolve(task='expression')"
+      )
+    mask, weight = jnp.asarray(batch['bag'].mask), batch['weight']
+    found = output.extras['node_outputs'].astype(jnp.float32)
+    real = mask & (weight > 0)[:, None]
+    # where, not multiply: whatever an empty slot holds must not matter.
+    error = jnp.where(real[..., None], found - batch['target'], 0)
+    share = real * weight[:, None]
+    own = jnp.mean(error**2, -1) * share
+    extra, each = weighted_auxiliary(
+      output, aux_weights or {}, lambda logits: jnp.zeros(logits.shape[:-1])
+    )
+    total = lambda x: (
+      jnp.sum(jnp.where(weight > 0, x, 0) * share.sum(1)),
+      share.sum(),
+    )
+    metrics = {'spot_mse': (own.sum(), share.sum())}
+    metrics |= {f'aux/{name}': total(x) for name, x in each.items()}
+    loss = own.sum() + total(extra)[0], share.sum()
+    # Training does not trace, and drops what is returned here.
+    more = {k: output.extras[k] for k in outputs if k in output.extras}
+    return loss, metrics, {'prediction': found} | more
+
+  return bag_method(model, optimizer, task, trace=bool(outputs), **options)
 
 
 def pearson_per_gene(targets: Any, predictions: Any) -> np.ndarray:

@@ -69,6 +69,7 @@ def bag_method(
   task: Task,
   *,
   statistics: Statistics | None = None,
+  trace: bool = False,
   **options: Any,
 ) -> Build:
   """Trains a bag model on a task; one bag per row.
@@ -82,6 +83,7 @@ def bag_method(
     optimizer: Optax transformation.
     task: see `Task`.
     statistics: mean, std [F, P] of the training instances, or None.
+    trace: call the model with trace=True where it is evaluated (TMEvolve).
     **options: of `tmlib.train.make_update`.
 
   Returns:
@@ -105,7 +107,8 @@ def bag_method(
     return total, weight, metrics
 
   def evaluate(params, batch):
-    output = apply(params, batch, train=False)
+    seen = {'trace': True} if trace else {}
+    output = apply(params, batch, train=False, **seen)
     loss, metrics, found = task(output, batch, None)
     sums = metrics if options.get('batch_coupled') else {'loss': loss} | metrics
     return {'sums': sums, 'outputs': {'id': batch['id']} | found}

@@ -16,6 +16,7 @@ from scipy import special
 __all__ = [
   'Interval',
   'UndefinedMetricWarning',
+  'adjusted_rand_index',
   'bootstrap_difference',
   'bootstrap_interval',
   'delong_covariance',
@@ -67,6 +68,41 @@ def midranks(values: np.ndarray) -> np.ndarray:
   )
   last = np.cumsum(counts)
   return (last - (counts - 1) / 2)[inverse]
+
+
+def adjusted_rand_index(first: Any, second: Any) -> float:
+  r"""Agreement of two partitions, 0 for chance, 1 for the same.
+
+  (sum_ij C(n_ij, 2) - e) / ((a + b) / 2 - e), with a and b the pairs that each
+  partition keeps together and e = a b / C(n, 2).
+
+  Args:
+    first: [n], labels.
+    second: [n], labels.
+
+  Returns:
+    At most 1; 1 also where both put all in one class, or each alone.
+
+  Raises:
+    ValueError: unequal lengths, or no item.
+
+  References:
+    Hubert, Arabie. Comparing partitions, 1985.
+  """
+  one, two = np.asarray(first), np.asarray(second)
+  if one.shape != two.shape or one.ndim != 1 or not len(one):
+    raise ValueError(
+      f'first {one.shape} and second {two.shape} must both be [n]'
+    )
+  a, b = (np.unique(x, return_inverse=True)[1] for x in (one, two))
+  table = np.zeros((a.max() + 1, b.max() + 1))
+  np.add.at(table, (a, b), 1)
+  pairs = lambda count: float((count * (count - 1) / 2).sum())
+  both, left, right = (pairs(x) for x in (table, table.sum(1), table.sum(0)))
+  every = len(one) * (len(one) - 1) / 2
+  chance = left * right / every if every else 0.0
+  room = (left + right) / 2 - chance
+  return (both - chance) / room if room else 1.0
 
 
 def bootstrap_interval(

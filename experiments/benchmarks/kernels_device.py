@@ -43,54 +43,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
   return parser.parse_args(argv)
 
 
-def spmm_cases() -> list[Any]:
-  """Message passing on tissue; operands are w, x and the table's arrays."""
-  import jax
-  import jax.numpy as jnp
-  import numpy as np
-
-  from kernels_pallas.graph import PatchGraph, ell_spmm
-  from kernels_pallas.graph.shapes import SHAPES, tissue_mask
-  from kernels_pallas.tuning import Case
-  from tmlib.ops.graph import ell_from_grid
-
-  def make(blocks, implementation):
-    del blocks
-    return lambda w, x, *table: ell_spmm(
-      PatchGraph(*table), w, x, implementation=implementation
-    )
-
-  def gathered(w, x, nbr, emask, rev):
-    del rev
-    return jnp.einsum('nk,nkd->nd', jnp.where(emask, w, 0), x[nbr])
-
-  found = []
-  for name in ('tiny', 'biopsy', 'resection'):
-    shape = SHAPES[name]
-    ij = tissue_mask(shape.rows, shape.columns, shape.patches)
-    graph = ell_from_grid(ij)
-    table = tuple(map(np.asarray, (graph.nbr, graph.emask, graph.rev)))
-    (n, k), d = table[0].shape, shape.features
-    found.append(
-      Case(
-        op='ell_spmm',
-        shape=name,
-        options={},
-        make=make,
-        reference=gathered,
-        operands=(
-          jax.ShapeDtypeStruct((n, k), jnp.bfloat16),
-          jax.ShapeDtypeStruct((n, d), jnp.bfloat16),
-          *table,
-        ),
-        flops=2.0 * n * k * d,
-        bytes_moved=2.0 * (2 * n * d + n * k) + 9.0 * n * k,
-        blocks={},
-      )
-    )
-  return found
-
-
 def spmm_peers(case: Any) -> dict[str, Callable[..., Any]]:
   """Dense where the matrix is small, and a sorted segment sum over edges."""
   import jax
@@ -245,9 +197,9 @@ def table(rows: list[list[str]], device: str, jax_version: str) -> str:
 
 def chosen(flags: argparse.Namespace, platform: str) -> list[Any]:
   """The cases to run; on a CPU the small ones."""
-  from kernels_pallas.tuning import all_cases
+  from experiments.benchmarks.kernels_cases import every_case
 
-  cases = [*all_cases(), *spmm_cases()]
+  cases = every_case()
   if flags.quick:
     return [c for c in cases if c.shape == 'tiny' and _wanted(c, flags)]
   most = LARGEST_ON_CPU if platform == 'cpu' else float('inf')

@@ -2,8 +2,8 @@ r"""What the compilers say about our kernels and about those of JAX.
 
   python experiments/benchmarks/kernels_static.py --out=DIR
     [--ops=attention,gmm] [--shapes=causal] [--chips=v5e,H100]
-    [--passes=forward,backward] [--blocks=chosen|all] [--jobs=1] [--quick]
-    [--timings=DIR]
+    [--passes=forward,backward] [--who='ours,jax flash'] [--blocks=chosen|all]
+    [--jobs=1] [--quick] [--timings=DIR]
 
 Needs no device: libtpu for TPUs (extra `aot`), jax-cuda13-plugin and ptxas for
 GPUs; where one is missing its chips are left out by name. Every figure is a
@@ -51,6 +51,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
   parser.add_argument('--shapes', type=lambda x: x.split(';'), default=[])
   parser.add_argument('--chips', type=many, default=[])
   parser.add_argument('--passes', type=many, default=['forward', 'backward'])
+  parser.add_argument('--who', type=many, default=[])
   parser.add_argument('--blocks', choices=['chosen', 'all'], default='chosen')
   parser.add_argument('--jobs', type=int, default=1)
   parser.add_argument('--quick', action='store_true')
@@ -77,12 +78,13 @@ def versions() -> dict[str, str]:
 
 def plan(flags: argparse.Namespace) -> list[tuple[Any, ...]]:
   """(case, chip, pass, who, blocks, function, note) of every row."""
+  from experiments.benchmarks.kernels_cases import every_case
   from experiments.benchmarks.kernels_peers import PEERS
-  from kernels_pallas.tuning import CHIPS, all_cases
+  from kernels_pallas.tuning import CHIPS
 
   wanted = lambda name, names: not names or name in names
   rows = []
-  for case in all_cases():
+  for case in every_case():
     if case.shape == 'tiny' and 'tiny' not in flags.shapes:
       continue
     if not (wanted(case.op, flags.ops) and wanted(case.shape, flags.shapes)):
@@ -107,6 +109,7 @@ def plan(flags: argparse.Namespace) -> list[tuple[Any, ...]]:
               rows.append(
                 (case, chip, kind, peer.name, blocks, function, peer.note)
               )
+  rows = [row for row in rows if wanted(row[3], flags.who)]
   return rows[:1] if flags.quick else rows
 
 

@@ -28,8 +28,8 @@ __all__ = [
   'profile',
 ]
 
-# The estimate simulates the grid step by step, in up to megabytes a step.
-_MOST_STEPS = 2048
+# The estimate simulates the grid step by step, in up to five megabytes a step.
+_MOST_STEPS = 700
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 

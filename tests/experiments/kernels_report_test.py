@@ -4,10 +4,12 @@ import importlib.util
 import json
 import math
 
+import jax
 import numpy as np
 import pytest
 
 from experiments.benchmarks import (
+  kernels_cases,
   kernels_device,
   kernels_peers,
   kernels_report,
@@ -144,6 +146,19 @@ def test_peers_are_found_at_our_shapes():
   tiles = kernels_peers.visited_tiles(large.operands[2], 128)
   assert gmm.grid == (1, tiles, 1)
   assert kernels_peers.flash(case('attention', 'chunk'), (512, 1024)) is None
+
+
+def test_every_case_names_what_can_be_traced():
+  cases = kernels_cases.every_case()
+  names = [(c.op, c.shape) for c in cases]
+  assert len(set(names)) == len(names)
+  for c in cases:
+    assert c.flops > 0
+    assert c.bytes_moved > 0
+    if c.shape == 'tiny':
+      ours = jax.eval_shape(c.make(None, 'xla'), *structs(c))
+      plain = jax.eval_shape(c.reference, *structs(c))
+      assert ours.shape == plain.shape
 
 
 def test_without_compilers_each_chip_is_named(monkeypatch, tmp_path):

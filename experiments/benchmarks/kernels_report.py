@@ -74,19 +74,20 @@ def _lines(head: list[str], body: list[list[str]]) -> list[str]:
   return [row(head), '|' + ' --- |' * len(head), *map(row, body), '']
 
 
-def table(done: dict[str, Any], date: str, command: str) -> str:
+def table(done: dict[str, Any], date: str) -> str:
   """Markdown of all rows, a part for each op, shape, pass and chip.
 
   Args:
     done: versions, missing compilers and rows, of `kernels_static.run`.
     date: of the run.
-    command: that was run.
   """
   told = ', '.join(f'{k} {v}' for k, v in done['versions'].items())
   out = [
     '# Kernels, as the compilers see them',
     '',
-    f'{date}; {told}; `{command}`.',
+    f'{date}; {told}. Made by `experiments/benchmarks/kernels_static.py` with:',
+    '',
+    *(f'- `{x}`' for x in dict.fromkeys(x['command'] for x in done['rows'])),
     '',
     'Every figure is a **compiler estimate** or a property of compiled code; '
     'none is a measurement.',

@@ -219,6 +219,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
   about, lacking = versions(), missing()
   for chip, why in lacking.items():
     print(f'{chip} is left out: {why}', file=sys.stderr)
+  command = ' '.join(x for x in sys.argv[1:] if not x.startswith('--out'))
   kept = []
   if path.exists():
     lines = path.read_text(encoding='utf-8').splitlines()
@@ -237,7 +238,7 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
   ):
     for n, rows in enumerate(pool.map(run_row, todo)):
       for row in rows:
-        row['versions'] = about
+        row |= {'versions': about, 'command': command}
         file.write(json.dumps(row) + '\n')
         kept.append(json.loads(json.dumps(row)))
         file.flush()
@@ -263,10 +264,7 @@ def main() -> None:
 
   done = run(flags)
   today = datetime.date.today().isoformat()
-  command = 'python experiments/benchmarks/kernels_static.py ' + ' '.join(
-    x for x in sys.argv[1:] if not x.startswith('--out')
-  )
-  text = kernels_report.table(done, today, command)
+  text = kernels_report.table(done, today)
   (flags.out / 'table.md').write_text(text, encoding='utf-8')
   kernels_report.picture(done['rows'], flags.out / 'cycles.png')
 

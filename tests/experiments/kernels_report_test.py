@@ -92,6 +92,7 @@ def row(who, cycles, **more):
     'vmem': 2**20,
     'bundles': 1234,
     'spills': 7,
+    'command': '--ops=gmm',
     **more,
   }
 
@@ -107,8 +108,9 @@ def test_a_table_and_a_picture(tmp_path):
     row('ours', **gpu),
   ]
   done = {'rows': rows, 'versions': {'jax': '1.2'}, 'missing': {'v4': 'no'}}
-  text = kernels_report.table(done, '2026-01-01', 'python x')
+  text = kernels_report.table(done, '2026-01-01')
   assert 'jax 1.2' in text
+  assert text.count('- `--ops=gmm`\n') == 1
   assert 'v4 is left out: no.' in text
   assert (
     '| ours | chosen | block_gmm | 250 | 2.50 | 1,234 | 50 | 0 | 25 | 0 | 7 '

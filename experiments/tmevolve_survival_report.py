@@ -40,7 +40,7 @@ _NOTE = """
 pairs together: the log-risks of two models are never compared. Its interval is
 a bootstrap over patients within these trained models ({samples} samples, 95 %,
 BCa): it does not tell what another training run would give. `folds` are the
-indices of the five folds, mean over seeds; `IPCW` is Uno's index, mean over the
+indices of each fold, mean over seeds; `IPCW` is Uno's index, mean over the
 folds, with the censoring of training patients. `detectable`: a smaller true
 difference to the first row would be missed by so many patients more often than
 one time in five.

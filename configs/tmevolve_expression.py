@@ -59,7 +59,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
   )
   # Runs are seeds; a batch holds all training sections.
   config.train.update(
-    steps=150, batch_size=8, runs=5, log_every=50, save_every=50, keep=1
+    steps=150, batch_size=4, runs=2, log_every=50, save_every=50, keep=1
   )
   config.optimizer.update(learning_rate=3e-3, weight_decay=1e-2)
   config.tmevolve = ConfigDict(

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ['LOG2E', 'dot', 'precision', 'silu', 'softmax_step']
+__all__ = ['LOG2E', 'dot', 'dot_rows', 'precision', 'silu', 'softmax_step']
 
 LOG2E = 1.4426950408889634
 
@@ -23,6 +23,17 @@ def dot(a: jax.Array, b: jax.Array, transpose: bool = False) -> jax.Array:
     a.astype(b.dtype),
     b,
     (((1,), (1 if transpose else 0,)), ((), ())),
+    precision=precision(b.dtype),
+    preferred_element_type=jnp.float32,
+  )
+
+
+def dot_rows(a: jax.Array, b: jax.Array) -> jax.Array:
+  """Product a^T b, in the dtype of b, summed in float32."""
+  return jax.lax.dot_general(
+    a.astype(b.dtype),
+    b,
+    (((0,), (0,)), ((), ())),
     precision=precision(b.dtype),
     preferred_element_type=jnp.float32,
   )

@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from kernels_pallas import hstu_attention
+from kernels_pallas import hstu_attention, xor_attention
 from kernels_pallas.rectangle_attention.shapes import SHAPES
 from tests.kernels_pallas import gpu_targets, tpu_targets
 
@@ -30,9 +31,38 @@ def hstu(name, dtype, bias):
   return lambda *args: gradients(*args, None), leaves
 
 
+def xor(name, dtype, phi, segments=False):
+  """Gradients of links and history, (shape, dtype) of each operand."""
+  b, count, n, h, d, v = SHAPES[name]
+
+  def gradients(*arrays):
+    links, history, (lengths, *ids) = arrays[:3], arrays[3:6], arrays[6:]
+
+    def loss(links, history):
+      both = xor_attention(
+        links, history, lengths=lengths, segment_ids=ids or None, phi=phi
+      )
+      return sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in both)
+
+    return jax.grad(loss, (0, 1))(links, history)
+
+  leaves = [
+    ((b, tokens, h, dim), dtype) for tokens in (count, n) for dim in (d, d, v)
+  ]
+  leaves.append(((b,), jnp.int32))
+  if segments:
+    leaves += [((b, count), jnp.int32), ((b, n), jnp.int32)]
+  return gradients, leaves
+
+
 # A program, and the kernels in it.
 CALLS = {
+  'xor-silu': (xor('train', 'bfloat16', 'silu'), 2),
+  'xor-softmax': (xor('lifelong', 'bfloat16', 'softmax', True), 2),
+  'xor-wide': (xor('wide', 'bfloat16', 'softmax'), 2),
+  'xor-single': (xor('tiny', 'float32', 'softmax', True), 2),
   'hstu': (hstu('train', 'bfloat16', True), 4),
+  'hstu-ragged': (hstu('train', 'bfloat16', False), 3),
   'hstu-lifelong': (hstu('lifelong', 'bfloat16', False), 3),
   'hstu-single': (hstu('wide', 'float32', True), 4),
 }
@@ -48,7 +78,8 @@ def each(chips, quick):
 
 
 @pytest.mark.parametrize(
-  ('chip', 'call'), each(tpu_targets.CHIPS, [('v5e:2x2', 'hstu')])
+  ('chip', 'call'),
+  each(tpu_targets.CHIPS, [('v5e:2x2', x) for x in ('xor-silu', 'hstu')]),
 )
 def test_tpu(chip, call):
   program, kernels = CALLS[call]
@@ -57,7 +88,8 @@ def test_tpu(chip, call):
 
 
 @pytest.mark.parametrize(
-  ('chip', 'call'), each(gpu_targets.CHIPS, [('H100', 'hstu')])
+  ('chip', 'call'),
+  each(gpu_targets.CHIPS, [('H100', x) for x in ('xor-silu', 'hstu')]),
 )
 def test_gpu(chip, call):
   (function, leaves), kernels = CALLS[call]
@@ -65,3 +97,22 @@ def test_gpu(chip, call):
     chip, function, *leaves, spills=call.endswith('single')
   )
   assert text.count('__gpu$xla.gpu.triton') == kernels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('runs', [False, True])
+@pytest.mark.parametrize('call', ['xor-silu', 'hstu-ragged'])
+def test_a_slice_gathers_nothing(call, runs):
+  (function, leaves), kernels = CALLS[call]
+  if runs:
+    function = jax.vmap(function, spmd_axis_name='run')
+    leaves = [((2, *shape), dtype) for shape, dtype in leaves]
+  text = tpu_targets.compile_for_tpu(
+    'v5e:2x2',
+    function,
+    leaves,
+    P('run', 'data') if runs else P('data'),
+    (2, 2) if runs else (1, 4),
+  )
+  assert text.count('custom_call_target="tpu_custom_call"') == kernels
+  assert 'all-gather' not in text

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.common.launch import launch
+from kernels_pallas.common.calls import launch
 from kernels_pallas.common.numerics import LOG2E, dot, silu, softmax_step
 from kernels_pallas.softmax_attention import tiles
 from kernels_pallas.softmax_attention.operands import (

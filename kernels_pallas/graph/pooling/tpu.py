@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.common.launch import launch
+from kernels_pallas.common.calls import launch
 from kernels_pallas.common.numerics import dot, precision, softmax_step
 from kernels_pallas.common.padding import pad_axis
 from kernels_pallas.graph.pooling.gate import Gate, gate_slopes, gate_units

@@ -13,9 +13,9 @@ All groups of a model are one program: about 35 CPU minutes in all. One order of
 ties at a time: `--config.data.protocols="('random',)"
 --config.data.random_orders=1 --config.data.first_order=3 --config.seed=3`.
 Measured at commit a36c4e8 by the command above, ten random orders of ties,
-HR@10 mean and sd: popularity .0820 sd .0054, Markov .1892 sd .0083, SASRec .1905
-sd .0080, DUMoE .2117 sd .0124, ahead of Markov in all ten. The number of steps
-was raised to 600 after 300 with five items ahead had not beaten Markov on the
+HR@10 mean and sd: popularity .0820 sd .0054, Markov .1892 sd .0083, SASRec
+.1905 sd .0080, DUMoE .2117 sd .0124, ahead of Markov in all ten. The number of
+steps was raised to 600 after 300 with five items ahead had not beaten Markov on the
 same test events, so the margin is a little optimistic.
 
 Then `--mode=predict` recommends to every user, or to those of

@@ -26,6 +26,7 @@ class Peer(NamedTuple):
   platform: 'tpu', 'gpu' or 'any' (plain XLA, no kernel to be taken apart).
   blocks: block sizes to try.
   note: what its figures leave out.
+  cycles: whether the estimate of its cycles comes to an end.
   """
 
   op: str
@@ -34,6 +35,7 @@ class Peer(NamedTuple):
   make: Callable[[Case, Any], Callable[..., Any] | None]
   blocks: tuple[Any, ...] = (None,)
   note: str = ''
+  cycles: bool = True
 
 
 def _plain_attention(case: Case) -> bool:
@@ -209,6 +211,8 @@ PEERS = (
     'tpu',
     megablox,
     ((512, 1024, 1024), (256, 1024, 1024), (128, 128, 128)),
+    'the estimate of cycles was given up after a minute of computation',
+    False,
   ),
   Peer('gmm', 'lax.ragged_dot', 'any', ragged_dot),
 )

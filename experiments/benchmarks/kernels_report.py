@@ -78,16 +78,19 @@ def table(done: dict[str, Any], date: str) -> str:
   """Markdown of all rows, a part for each op, shape, pass and chip.
 
   Args:
-    done: versions, missing compilers and rows, of `kernels_static.run`.
+    done: missing compilers and rows, of `kernels_static.run`.
     date: of the run.
   """
-  told = ', '.join(f'{k} {v}' for k, v in done['versions'].items())
+  made = {}
+  for row in done['rows']:
+    told = ', '.join(f'{k} {v}' for k, v in row['versions'].items())
+    made[f'- {told}: `{row["command"]}`'] = None
   out = [
     '# Kernels, as the compilers see them',
     '',
-    f'{date}; {told}. Made by `experiments/benchmarks/kernels_static.py` with:',
+    f'{date}, by `experiments/benchmarks/kernels_static.py` with',
     '',
-    *(f'- `{x}`' for x in dict.fromkeys(x['command'] for x in done['rows'])),
+    *made,
     '',
     'Every figure is a **compiler estimate** or a property of compiled code; '
     'none is a measurement.',

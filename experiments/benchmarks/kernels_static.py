@@ -3,7 +3,7 @@ r"""What the compilers say about our kernels and about those of JAX.
   python experiments/benchmarks/kernels_static.py --out=DIR
     [--ops=attention,gmm] [--shapes=causal] [--chips=v5e,H100]
     [--passes=forward,backward] [--who='ours,jax flash'] [--blocks=chosen|all]
-    [--jobs=1] [--quick] [--timings=DIR]
+    [--jobs=1] [--quick] [--join=DIR,DIR] [--timings=DIR]
 
 Needs no device: libtpu for TPUs (extra `aot`), jax-cuda13-plugin and ptxas for
 GPUs; where one is missing its chips are left out by name. Every figure is a
@@ -12,7 +12,8 @@ kernel is compiled alone in a process of its own (some estimates end theirs);
 the plain XLA programs share this one.
 
 Writes rows.jsonl (as they come; rows of the same versions and commit are kept
-when the command is run again), table.md and cycles.png. `--quick` is one row.
+when the command is run again), table.md and cycles.png. `--quick` is one row;
+`--join` makes the table of the rows of other folders.
 `--timings` compares with published timings instead, see kernels_timings.py.
 """
 
@@ -55,6 +56,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
   parser.add_argument('--blocks', choices=['chosen', 'all'], default='chosen')
   parser.add_argument('--jobs', type=int, default=1)
   parser.add_argument('--quick', action='store_true')
+  parser.add_argument('--join', type=many, default=[])
   parser.add_argument('--timings', type=pathlib.Path)
   return parser.parse_args(argv)
 
@@ -145,7 +147,7 @@ def xla_row(function: Any, operands: Any, chip: Any) -> dict[str, Any]:
 
 
 def kernel_rows(
-  function: Any, operands: Any, chip: Any, skip: int
+  function: Any, operands: Any, chip: Any, skip: int, cycles: bool = True
 ) -> list[dict[str, Any]]:
   """A row per Pallas kernel, of which the first `skip` are left out."""
   from kernels_pallas.tuning import find_kernels, profile
@@ -159,7 +161,7 @@ def kernel_rows(
     return [{'kernel': '', 'compiles': True, 'reason': 'plain XLA there'}]
   found = []
   for kernel in kernels:
-    figures = profile(kernel, chip)._asdict()
+    figures = profile(kernel, chip, cycles=cycles)._asdict()
     figures['reason'] = figures['reason'][:300]
     found.append({'kernel': kernel.name, 'grid': kernel.grid, **figures})
   return found
@@ -174,7 +176,8 @@ def run_row(row: tuple[Any, ...]) -> list[dict[str, Any]]:
   case, chip, kind, who, blocks, function, note = row
   operands = structs(case)
   back = kind == 'backward'
-  plain = any(p.name == who and p.platform == 'any' for p in PEERS)
+  peer = next((p for p in PEERS if p.name == who), None)
+  plain = peer is not None and peer.platform == 'any'
   whole = backward(function) if back else function
   if plain:
     done = [{'kernel': '', **xla_row(whole, operands, chip)}]
@@ -183,7 +186,8 @@ def run_row(row: tuple[Any, ...]) -> list[dict[str, Any]]:
       skip = len(find_kernels(function, operands, chip)) if back else 0
     except Exception:  # The same error is the row's reason below.
       skip = 0
-    done = kernel_rows(whole, operands, chip, skip)
+    cycles = peer is None or peer.cycles
+    done = kernel_rows(whole, operands, chip, skip, cycles)
   scale = case.scale if back else (1.0, 1.0)
   floor = chip.floor(case.flops * scale[0], case.bytes_moved * scale[1])
   head = {
@@ -213,7 +217,7 @@ def missing() -> dict[str, str]:
 
 
 def run(flags: argparse.Namespace) -> dict[str, Any]:
-  """Fills rows.jsonl; returns versions, missing compilers and all rows."""
+  """Fills rows.jsonl; returns missing compilers and all rows."""
   flags.out.mkdir(parents=True, exist_ok=True)
   path = flags.out / 'rows.jsonl'
   about, lacking = versions(), missing()
@@ -249,7 +253,19 @@ def run(flags: argparse.Namespace) -> dict[str, Any]:
           f'{row["kernel"]} {cycles} {row["reason"][:80]}',
           flush=True,
         )
-  return {'versions': about, 'missing': lacking, 'rows': kept}
+  return {'missing': lacking, 'rows': kept}
+
+
+def join(flags: argparse.Namespace) -> dict[str, Any]:
+  """The rows of other folders, of which the last of the same name counts."""
+  flags.out.mkdir(parents=True, exist_ok=True)
+  rows: dict[str, Any] = {}
+  for folder in flags.join:
+    text = (pathlib.Path(folder) / 'rows.jsonl').read_text(encoding='utf-8')
+    for row in map(json.loads, text.splitlines()):
+      names = 'op', 'shape', 'pass', 'chip', 'who', 'blocks', 'kernel'
+      rows[str([row[x] for x in names])] = row
+  return {'missing': {}, 'rows': list(rows.values())}
 
 
 def main() -> None:
@@ -262,7 +278,7 @@ def main() -> None:
     return
   from experiments.benchmarks import kernels_report
 
-  done = run(flags)
+  done = join(flags) if flags.join else run(flags)
   today = datetime.date.today().isoformat()
   text = kernels_report.table(done, today)
   (flags.out / 'table.md').write_text(text, encoding='utf-8')

@@ -62,10 +62,13 @@ def _blocks(dim: int, single: bool, backward: bool) -> Blocks:
   return Blocks(512, 512)
 
 
-def _from_table(dim: int, dtype: Any, backward: bool) -> Blocks | None:
-  """What was chosen for this chip, for calls whose tiles hold logits only."""
+def _from_table(
+  dim: int, dtype: Any, backward: bool, segments: bool
+) -> Blocks | None:
+  """What was chosen for this chip, for calls with segments or plain ones."""
   op = f'attention_{"backward" if backward else "forward"}'
-  found = find_blocks(op, f'{dtype} {-(-dim // LANES) * LANES}')
+  kind = ' segments' if segments else ''
+  found = find_blocks(op, f'{dtype} {-(-dim // LANES) * LANES}{kind}')
   return Blocks(*found) if found else None
 
 
@@ -93,10 +96,11 @@ def prepare(
 ) -> tuple[Plan, Operands]:
   """Head before rows, whole tiles."""
   dim = max(q.shape[-1], v.shape[-1])
-  extra = bias, table, pairs, rows.query_segment, rows.query_span
+  extra = bias, table, pairs, rows.query_span
   blocks = config.blocks
   if config.weights == 'softmax' and all(x is None for x in extra):
-    blocks = blocks or _from_table(dim, q.dtype, backward)
+    segments = rows.query_segment is not None
+    blocks = blocks or _from_table(dim, q.dtype, backward, segments)
   blocks = blocks or _blocks(dim, q.dtype.itemsize > 2, backward)
   t, n = split_evenly(q.shape[1], blocks.query, LANES)
   s, m = split_evenly(k.shape[1], blocks.key, LANES)

@@ -1,4 +1,4 @@
-"""Compiles one module for one chip: python -m ...compile_one CHIP FILE.
+"""Compiles one module for one chip: python -m ...compile_one CHIP FILE SECONDS.
 
 A process of its own for `profile`: some of the compilers' estimates end the
 process, and the flags that ask for them are read once. Prints one line of JSON.
@@ -74,9 +74,19 @@ def find_estimates(hlo: str) -> dict[str, int]:
   return found
 
 
+def _limit(seconds: int) -> None:
+  """Ends this process after that much computation, where that is possible."""
+  try:
+    import resource
+  except ImportError:
+    return
+  resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+
+
 def main() -> None:
-  """Reads its two arguments."""
+  """Reads its three arguments."""
   chip, path = find_chip(sys.argv[1]), pathlib.Path(sys.argv[2])
+  _limit(int(sys.argv[3]))
   try:
     hlo = compile_module(chip, path.read_bytes())
     result = {'compiles': True, **find_estimates(hlo)}

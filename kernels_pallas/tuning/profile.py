@@ -161,24 +161,23 @@ def _environment(chip: Chip, folder: str, cycles: bool) -> dict[str, str]:
 
 
 def _compile(
-  module: bytes, chip: Chip, folder: str, cycles: bool, timeout: float
+  module: bytes, chip: Chip, folder: str, cycles: bool, seconds: int
 ) -> dict[str, Any]:
   path = pathlib.Path(folder) / 'module.mlir'
   path.write_bytes(module)
   worker = 'kernels_pallas.tuning.compile_one'
-  try:
-    done = subprocess.run(
-      [sys.executable, '-m', worker, chip.name, str(path)],
-      env=_environment(chip, folder, cycles),
-      capture_output=True,
-      text=True,
-      timeout=timeout,
-      check=False,
-    )
-  except subprocess.TimeoutExpired:
-    return {'compiles': False, 'reason': f'took more than {timeout} s'}
+  done = subprocess.run(
+    [sys.executable, '-m', worker, chip.name, str(path), str(seconds)],
+    env=_environment(chip, folder, cycles),
+    capture_output=True,
+    text=True,
+    check=False,
+  )
   if done.returncode == 0 and done.stdout.strip():
     return json.loads(done.stdout.strip().splitlines()[-1])
+  if done.returncode == -24:  # SIGXCPU
+    why = f'the compiler ended: more than {seconds} s of computation'
+    return {'compiles': False, 'reason': why}
   fatal = re.findall(r'^F\d.*?\] (.*)', done.stderr, re.MULTILINE)
   why = fatal[0] if fatal else done.stderr.strip()[-200:]
   how = f'the compiler ended (exit code {done.returncode})'
@@ -186,15 +185,25 @@ def _compile(
 
 
 def _read_tpu(folder: str) -> dict[str, Any]:
+  """Of the dump of the kernel, the longest: XLA may copy operands before it."""
   found: dict[str, Any] = {}
-  for path in sorted(pathlib.Path(folder).iterdir()):
-    if '-TLP-' in path.name or '-<late' in path.name:
-      continue
-    if path.name.endswith('-per-bundle-utilization.txt'):
-      found['units'], found['spills'] = parse_utilization(path.read_text())
-    elif path.name.endswith('-final_bundles.txt'):
-      if 'schedule-analysis' not in path.name:
-        found['bundles'] = parse_bundles(path.read_text())
+
+  def longest(pattern):
+    paths = [
+      path
+      for path in pathlib.Path(folder).glob(pattern)
+      if '-TLP-' not in path.name and '-<late' not in path.name
+    ]
+    return (
+      max(paths, key=lambda x: x.stat().st_size).read_text() if paths else ''
+    )
+
+  units = longest('*-final_hlo-static-per-bundle-utilization.txt')
+  bundles = longest('*[0-9]-final_bundles.txt')
+  if units:
+    found['units'], found['spills'] = parse_utilization(units)
+  if bundles:
+    found['bundles'] = parse_bundles(bundles)
   return found
 
 
@@ -244,16 +253,19 @@ def _without_cycles(kernel: Kernel, chip: Chip) -> str:
   return ''
 
 
-def profile(kernel: Kernel, chip: Chip, timeout: float = 3000) -> Profile:
+def profile(
+  kernel: Kernel, chip: Chip, *, cycles: bool = True, seconds: int = 120
+) -> Profile:
   """Compiles a kernel in a process of its own and reads what it leaves.
 
-  Where the estimate of cycles ends the process (as it does for v4), a second
-  one does without.
+  Where the estimate of cycles ends the process, or does not come to an end, a
+  second one does without.
 
   Args:
     kernel: of `find_kernels`.
     chip: to compile for.
-    timeout: seconds per process.
+    cycles: whether to ask for cycles at all.
+    seconds: of computation that a process may take.
 
   Raises:
     ImportError: if the compiler of that chip is not installed.
@@ -267,13 +279,13 @@ def profile(kernel: Kernel, chip: Chip, timeout: float = 3000) -> Profile:
     return Profile(False, f'{type(error).__name__}: {error}')
   with tempfile.TemporaryDirectory() as folder:
     reason = _without_cycles(kernel, chip)
-    cycles = not reason and chip.platform == 'tpu'
-    result = _compile(module, chip, folder, cycles, timeout)
+    cycles = cycles and not reason and chip.platform == 'tpu'
+    result = _compile(module, chip, folder, cycles, seconds)
     if (
       cycles and not result['compiles'] and 'compiler ended' in result['reason']
     ):
       reason = result['reason']
-      result = _compile(module, chip, folder, False, timeout)
+      result = _compile(module, chip, folder, False, seconds)
     if not result['compiles']:
       return Profile(**result)
     read = (

@@ -92,6 +92,7 @@ def row(who, cycles, **more):
     'vmem': 2**20,
     'bundles': 1234,
     'spills': 7,
+    'versions': {'jax': '1.2'},
     'command': '--ops=gmm',
     **more,
   }
@@ -107,10 +108,9 @@ def test_a_table_and_a_picture(tmp_path):
     row('failed', None, compiles=False, reason='vmem | full'),
     row('ours', **gpu),
   ]
-  done = {'rows': rows, 'versions': {'jax': '1.2'}, 'missing': {'v4': 'no'}}
+  done = {'rows': rows, 'missing': {'v4': 'no'}}
   text = kernels_report.table(done, '2026-01-01')
-  assert 'jax 1.2' in text
-  assert text.count('- `--ops=gmm`\n') == 1
+  assert text.count('- jax 1.2: `--ops=gmm`\n') == 1
   assert 'v4 is left out: no.' in text
   assert (
     '| ours | chosen | block_gmm | 250 | 2.50 | 1,234 | 50 | 0 | 25 | 0 | 7 '
@@ -126,6 +126,21 @@ def test_a_table_and_a_picture(tmp_path):
   assert kernels_report.picture(rows, tmp_path / 'x.png')
   assert (tmp_path / 'x.png').stat().st_size > 1000
   assert not kernels_report.picture([], tmp_path / 'y.png')
+
+
+def test_rows_of_several_runs_are_joined(tmp_path):
+  for name, rows in {
+    'a': [row('x', 1), row('y', 2)],
+    'b': [row('x', 3)],
+  }.items():
+    (tmp_path / name).mkdir()
+    lines = ''.join(json.dumps(x) + '\n' for x in rows)
+    (tmp_path / name / 'rows.jsonl').write_text(lines, encoding='utf-8')
+  flags = kernels_static.arguments(
+    [f'--out={tmp_path}/c', f'--join={tmp_path}/a,{tmp_path}/b']
+  )
+  found = kernels_static.join(flags)['rows']
+  assert [(x['who'], x['cycles']) for x in found] == [('x', 3), ('y', 2)]
 
 
 def test_tiles_that_hold_rows_of_a_group():
@@ -176,6 +191,7 @@ def test_without_compilers_each_chip_is_named(monkeypatch, tmp_path):
 @pytest.mark.aot
 def test_a_quick_row_and_its_memory(monkeypatch, tmp_path):
   pytest.importorskip('libtpu')
+  monkeypatch.setattr(kernels_static, 'versions', lambda: {'jax': '1.2'})
   flags = kernels_static.arguments(
     [f'--out={tmp_path}', '--quick', '--ops=gmm', '--shapes=tiny']
     + ['--chips=v5e', '--passes=forward']

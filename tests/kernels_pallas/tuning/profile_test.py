@@ -5,6 +5,8 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.softmax_attention import Blocks, attention
 from kernels_pallas.tuning import CHIPS, find_kernels, profile
@@ -166,10 +168,22 @@ def test_a_gpu_kernel():
 @pytest.mark.aot
 def test_what_does_not_compile_is_told():
   pytest.importorskip('libtpu')
-  q = jax.ShapeDtypeStruct((1, 8192, 1, 128), jnp.float32)
-  # 64 MB of logits.
-  function = lambda q, k, v: attention(q, k, v, blocks=Blocks(4096, 4096))
-  (kernel,) = find_kernels(function, (q, q, q), CHIPS['v4'])
+  x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+
+  def body(x, out, space):
+    space[:8, :128] = x[...]
+    out[...] = space[:8, :128]
+
+  function = pl.pallas_call(
+    body,
+    out_shape=x,
+    # A gigabyte of VMEM.
+    scratch_shapes=[pltpu.VMEM((2**14, 2**14), jnp.float32)],
+    compiler_params=pltpu.CompilerParams(),
+    name='too_large',
+  )
+  (kernel,) = find_kernels(function, (x,), CHIPS['v4'])
+  assert kernel.name == 'too_large'
   found = profile(kernel, CHIPS['v4'])
   assert not found.compiles
   assert 'vmem' in found.reason.lower()

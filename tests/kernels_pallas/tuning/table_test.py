@@ -74,25 +74,23 @@ def test_gmm_asks_the_table_and_obeys_the_caller(monkeypatch):
   assert grid() == (1, 6, 1)
 
 
-def test_attention_asks_the_table_for_plain_calls():
+def test_attention_asks_the_table_unless_its_tiles_hold_more():
   q = jax.ShapeDtypeStruct((1, 2048, 1, 128), jnp.bfloat16)
-  ids = jax.ShapeDtypeStruct((1, 2048), jnp.int32)
+  row = jax.ShapeDtypeStruct((1, 2048), jnp.float32)
 
   def tiles(chip, blocks=None):
-    function = lambda q, ids, known: attention(
-      q, q, q, causal=True, segment_ids=ids if known else None, blocks=blocks
-    )
+    options = {'causal': True, 'blocks': blocks}
+    plain = lambda q, _: attention(q, q, q, **options)
+    biased = lambda q, row: attention(q, q, q, key_bias=row, **options)
     return [
-      find_kernels(
-        lambda q, ids, k=known: function(q, ids, k), (q, ids), CHIPS[chip]
-      )[0].grid[2:]
-      for known in (False, True)
+      find_kernels(f, (q, row), CHIPS[chip])[0].grid[2:]
+      for f in (plain, biased)
     ]
 
   size = tables.find_blocks('attention_forward', 'bfloat16 128', 'v5e')
   chosen = 2048 // size[0], 2048 // size[1]
   assert chosen != (4, 4)
-  # With segments, and where the table has nothing, the rule of the backend.
+  # With a bias, and where the table has nothing, the rule of the backend.
   assert tiles('v5e') == [chosen, (4, 4)]
   assert tiles('v4') == [(4, 4), (4, 4)]
   assert tiles('v5e', Blocks(256, 128)) == [(8, 16), (8, 16)]

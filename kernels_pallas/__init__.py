@@ -1,7 +1,15 @@
 """Attention and sparse kernels: the ground floor, which imports jax only."""
 
-from kernels_pallas.graph import segment_pool
+from kernels_pallas.graph import diffuse, ell_sddmm, ell_spmm, segment_pool
 from kernels_pallas.rectangle_attention import hstu_attention, xor_attention
 from kernels_pallas.softmax_attention import attention
 
-__all__ = ['attention', 'hstu_attention', 'segment_pool', 'xor_attention']
+__all__ = [
+  'attention',
+  'diffuse',
+  'ell_sddmm',
+  'ell_spmm',
+  'hstu_attention',
+  'segment_pool',
+  'xor_attention',
+]

@@ -5,9 +5,16 @@ of the interface and must agree in all arguments. Where `graph.axis_name` is
 set the nodes of one graph are split over that mesh axis, and these functions
 must be called inside `shard_map`.
 
-`implementation` chooses the code path: None is the fastest one for the
-platform, differentiable in reverse mode to any order; "xla" is plain
-jax.numpy without rules of its own, which also has forward mode.
+`implementation`: None of the `ell_` functions is jax.numpy with derivatives of
+our own, of any order in reverse mode; None of `diffuse` is Pallas on GPU, and
+on TPU for a `RasterGraph`, and the same jax.numpy elsewhere, decided when the
+program is compiled. "pallas" insists on Pallas; "xla" (or "reference") is plain
+jax.numpy without rules of its own, which also has forward mode; "interpret" and
+"interpret_gpu" run the TPU's and the GPU's body in Pallas' interpreter. A TPU
+has no body of its own but for a `RasterGraph`, and none for inner products.
+
+Under a mesh (`jax.set_mesh`) whose axes are of type Auto, the Pallas bodies
+divide the first leading axis over 'data' where it divides it.
 
 Call them inside `jax.jit`, where the loop over slots becomes one fused loop.
 XLA on a CPU fuses a plain sum over the result with its gathers, many times
@@ -15,15 +22,19 @@ slower, and so it does with the gradient of a factor outside, which is such a
 sum: put factors into the weights or the rates of `ell_diffuse`.
 """
 
-from types import ModuleType
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.graph import reference, vjp
+from kernels_pallas.common.checks import check_implementation
+from kernels_pallas.graph import reference, stencil, vjp
 from kernels_pallas.graph.patch_graph import PatchGraph
 
 __all__ = [
+  'diffuse',
   'ell_diffuse',
   'ell_diffuse2',
   'ell_sddmm',
@@ -32,16 +43,24 @@ __all__ = [
 ]
 
 
-def _path(implementation: str | None) -> ModuleType:
-  if implementation is None:
-    return vjp
-  if implementation == 'xla':
-    return reference
-  raise ValueError(
-    f'implementation={implementation!r} is not available for graph '
-    'operations: their Pallas bodies do not exist yet; use None (own '
-    'derivatives, any order of reverse mode) or "xla" (plain jax.numpy)'
-  )
+def _path(
+  name: str, implementation: str | None, graph: PatchGraph, *arrays: jax.Array
+) -> Callable[..., Any]:
+  """The function of that name; after the checks of its arguments."""
+  if implementation != 'plain':
+    check_implementation(implementation, vjp.refusal(graph, *arrays))
+  if implementation in ('xla', 'reference'):
+    return getattr(reference, name)
+  if implementation == 'interpret' and not stencil.takes(graph):
+    raise ValueError(
+      'implementation="interpret": the TPU has no body for a graph that is not '
+      'a RasterGraph; make one with raster_layout, or use None or "xla"'
+    )
+  return functools.partial(getattr(vjp, name), implementation)
+
+
+def _own(implementation: str | None) -> str | None:
+  return 'plain' if implementation is None else implementation
 
 
 def _check(graph: PatchGraph, **arrays: jax.Array) -> None:
@@ -88,7 +107,7 @@ def ell_spmm(
     graph: the graph, table [..., N, K].
     w: [..., N, K], float, a weight per directed edge.
     x: [..., N, D], float, features.
-    implementation: None or "xla", see the module docstring.
+    implementation: see the module docstring.
 
   Returns:
     [..., N, D], dtype of x.
@@ -97,10 +116,9 @@ def ell_spmm(
     ValueError: on shapes that disagree or an unknown implementation.
     TypeError: on anything but a PatchGraph and floating arrays.
   """
-  path = _path(implementation)
   w, x = jnp.asarray(w), jnp.asarray(x)
   _check(graph, w=w, x=x)
-  return path.spmm(graph, w, x)
+  return _path('spmm', _own(implementation), graph, w, x)(graph, w, x)
 
 
 def ell_sddmm(
@@ -116,7 +134,7 @@ def ell_sddmm(
     graph: the graph, table [..., N, K].
     a: [..., N, D], float, features at the tail of the edge.
     b: [..., N, D], float, features at its head.
-    implementation: None or "xla", see the module docstring.
+    implementation: see the module docstring.
 
   Returns:
     [..., N, K], the promoted dtype of a and b; zero in empty slots.
@@ -125,12 +143,11 @@ def ell_sddmm(
     ValueError: on shapes that disagree or an unknown implementation.
     TypeError: on anything but a PatchGraph and floating arrays.
   """
-  path = _path(implementation)
   a, b = jnp.asarray(a), jnp.asarray(b)
   _check(graph, a=a, b=b)
   if a.shape != b.shape:
     raise ValueError(f'a has shape {a.shape} but b has shape {b.shape}')
-  return path.sddmm(graph, a, b)
+  return _path('sddmm', _own(implementation), graph, a, b)(graph, a, b)
 
 
 def ell_transpose(
@@ -141,7 +158,7 @@ def ell_transpose(
   Args:
     graph: the graph, table [..., N, K].
     w: [..., N, K], float, a weight per directed edge.
-    implementation: None or "xla", see the module docstring.
+    implementation: see the module docstring.
 
   Returns:
     [..., N, K]; zero in empty slots.
@@ -150,10 +167,9 @@ def ell_transpose(
     ValueError: on shapes that disagree or an unknown implementation.
     TypeError: on anything but a PatchGraph and floating arrays.
   """
-  path = _path(implementation)
   w = jnp.asarray(w)
   _check(graph, w=w)
-  return path.transpose(graph, w)
+  return _path('transpose', _own(implementation), graph, w)(graph, w)
 
 
 def _gate(rate: jax.Array | float, name: str, x: jax.Array) -> jax.Array:
@@ -196,7 +212,7 @@ def ell_diffuse(
     w: [..., N, K], float, weights.
     alpha: scalar, [D] or [..., 1, D], rate per feature.
     x: [..., N, D], float, features.
-    implementation: None or "xla", see the module docstring.
+    implementation: see the module docstring.
 
   Returns:
     [..., N, D], dtype of x; zero for a node without neighbours.
@@ -205,13 +221,14 @@ def ell_diffuse(
     ValueError: on shapes that disagree or an unknown implementation.
     TypeError: on anything but a PatchGraph and floating arrays.
   """
-  path = _path(implementation)
   w, x = jnp.asarray(w), jnp.asarray(x)
   _check(graph, w=w, x=x)
-  return path.gated_deltas(graph, (w,), (_gate(alpha, 'alpha', x),), x)
+  gates = (_gate(alpha, 'alpha', x),)
+  path = _path('gated_deltas', _own(implementation), graph, w, *gates, x)
+  return path(graph, (w,), gates, x)
 
 
-def ell_diffuse2(
+def diffuse(
   graph: PatchGraph,
   wa: jax.Array,
   wb: jax.Array,
@@ -235,7 +252,7 @@ def ell_diffuse2(
     alpha: scalar, [D] or [..., 1, D], rate of the first one per feature.
     eta: scalar, [D] or [..., 1, D], rate of the second one per feature.
     x: [..., N, D], float, features.
-    implementation: None or "xla", see the module docstring.
+    implementation: see the module docstring.
 
   Returns:
     [..., N, D], dtype of x; zero for a node without neighbours.
@@ -244,8 +261,24 @@ def ell_diffuse2(
     ValueError: on shapes that disagree or an unknown implementation.
     TypeError: on anything but a PatchGraph and floating arrays.
   """
-  path = _path(implementation)
   wa, wb, x = jnp.asarray(wa), jnp.asarray(wb), jnp.asarray(x)
   _check(graph, wa=wa, wb=wb, x=x)
   gates = _gate(alpha, 'alpha', x), _gate(eta, 'eta', x)
-  return path.gated_deltas(graph, (wa, wb), gates, x)
+  path = _path('gated_deltas', implementation, graph, wa, wb, *gates, x)
+  return path(graph, (wa, wb), gates, x)
+
+
+def ell_diffuse2(
+  graph: PatchGraph,
+  wa: jax.Array,
+  wb: jax.Array,
+  alpha: jax.Array | float,
+  eta: jax.Array | float,
+  x: jax.Array,
+  *,
+  implementation: str | None = None,
+) -> jax.Array:
+  """`diffuse`, whose None is jax.numpy on every platform."""
+  return diffuse(
+    graph, wa, wb, alpha, eta, x, implementation=_own(implementation)
+  )

@@ -11,10 +11,19 @@ differentiation of any order, deterministic, and free of atomics.
 
 linear in each argument: `gated_deltas` is dT/dg, `gated_adjoint` is dT/dx and
 `gated_coefficients` is the pair (dT/dw, dT/dc), which share a gather.
+
+`implementation` comes first everywhere; see `api.py`.
 """
 
-import jax
+import functools
+from collections.abc import Callable
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from kernels_pallas.common.sharding import find_split, over_mesh
 from kernels_pallas.graph import reference
 from kernels_pallas.graph.patch_graph import PatchGraph
 
@@ -22,6 +31,7 @@ __all__ = [
   'gated_adjoint',
   'gated_coefficients',
   'gated_deltas',
+  'refusal',
   'sddmm',
   'spmm',
   'transpose',
@@ -30,106 +40,194 @@ __all__ = [
 Arrays = tuple[jax.Array, ...]
 
 
-def _like(cotangent: jax.Array, primal: jax.Array) -> jax.Array:
+# Slots that a body walks at compile time.
+_SLOTS = 32
+
+
+def refusal(graph: PatchGraph, *arrays: jax.Array) -> str | None:
+  """Why the Pallas bodies do not take these operands, or None."""
+  for x in arrays:
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+      return f'dtype {x.dtype} is neither float32 nor bfloat16'
+  if graph.num_slots > _SLOTS:
+    return f'{graph.num_slots} slots per node are more than {_SLOTS}'
+  if not all(size for x in arrays for size in x.shape):
+    return 'an array is empty'
+  return None
+
+
+def _over_graphs(function: Callable[..., Any], args: Any) -> Any:
+  """`function` under the mesh of the caller: whole graphs on each device.
+
+  A graph that is split along its nodes is inside a shard_map already.
+  """
+  lead = args[0].nbr.shape[:-2]
+  split = find_split(lead[0] if lead else 0, 1)
+  if split is None or args[0].axis_name is not None:
+    return function(*args)
+  spec = split.spec('b') if lead else PartitionSpec()
+  specs = jax.tree.map(lambda _: spec, args)
+  outputs = jax.tree.map(lambda _: spec, jax.eval_shape(function, *args))
+  return over_mesh(function, split, specs, outputs)(*args)
+
+
+def _run(name: str, implementation: str | None, *args: Any) -> Any:
+  """Resolved at lowering, so that cross-compiling picks the right body."""
+  graph, plain = args[0], getattr(reference, name)
+  if implementation == 'plain':
+    return plain(*args)
+  if implementation is None and refusal(graph, *jax.tree.leaves(args[1:])):
+    return plain(*args)
+  # The bodies are imported where they are asked for: Triton's may be gone.
+  from kernels_pallas.graph import gpu, stencil
+
+  def body(module: Any, **how: Any) -> Callable[..., Any]:
+    function = functools.partial(getattr(module, name), **how)
+    return lambda *a: _over_graphs(function, a)
+
+  if implementation == 'interpret_gpu':
+    return body(gpu, interpret=True)(*args)
+  on_raster = stencil.takes(graph) and hasattr(stencil, name)
+  if implementation == 'interpret':
+    return body(stencil, interpret=True)(*args) if on_raster else plain(*args)
+  branches = {'cuda': body(gpu)}
+  if on_raster:
+    branches['tpu'] = body(stencil)
+  if implementation is None or not on_raster:
+    branches['default'] = plain
+  return jax.lax.platform_dependent(*args, **branches)
+
+
+def _like(cotangent: Any, primal: jax.Array) -> jax.Array:
   return cotangent.astype(primal.dtype)
 
 
-@jax.custom_vjp
-def transpose(graph: PatchGraph, w: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def transpose(
+  implementation: str | None, graph: PatchGraph, w: jax.Array
+) -> jax.Array:
   """w^T_ik = w[nbr_ik, rev_ik]; an involution, hence its own adjoint."""
+  del implementation
   return reference.transpose(graph, w)
 
 
 transpose.defvjp(
-  lambda graph, w: (transpose(graph, w), graph),
-  lambda graph, g: (None, transpose(graph, g)),
+  lambda how, graph, w: (transpose(how, graph, w), graph),
+  lambda how, graph, g: (None, transpose(how, graph, g)),
 )
 
 
-@jax.custom_vjp
-def spmm(graph: PatchGraph, w: jax.Array, x: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def spmm(
+  implementation: str | None,
+  graph: PatchGraph,
+  w: jax.Array,
+  x: jax.Array,
+) -> jax.Array:
   """y_i = sum_k w_ik x[nbr_ik]."""
-  return reference.spmm(graph, w, x)
+  return _run('spmm', implementation, graph, w, x)
 
 
-@jax.custom_vjp
-def sddmm(graph: PatchGraph, a: jax.Array, b: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def sddmm(
+  implementation: str | None,
+  graph: PatchGraph,
+  a: jax.Array,
+  b: jax.Array,
+) -> jax.Array:
   """e_ik = <a_i, b[nbr_ik]>."""
-  return reference.sddmm(graph, a, b)
+  return _run('sddmm', implementation, graph, a, b)
 
 
-def _spmm_backward(residual, g):
+def _spmm_backward(how, residual, g):
   graph, w, x = residual
-  dw = sddmm(graph, g, x)
-  dx = spmm(graph, transpose(graph, w), g)
+  dw = sddmm(how, graph, g, x)
+  dx = spmm(how, graph, transpose(how, graph, w), g)
   return None, _like(dw, w), _like(dx, x)
 
 
-def _sddmm_backward(residual, g):
+def _sddmm_backward(how, residual, g):
   graph, a, b = residual
-  da = spmm(graph, g, b)
-  db = spmm(graph, transpose(graph, g), a)
+  da = spmm(how, graph, g, b)
+  db = spmm(how, graph, transpose(how, graph, g), a)
   return None, _like(da, a), _like(db, b)
 
 
-spmm.defvjp(
-  lambda graph, w, x: (spmm(graph, w, x), (graph, w, x)), _spmm_backward
-)
-sddmm.defvjp(
-  lambda graph, a, b: (sddmm(graph, a, b), (graph, a, b)), _sddmm_backward
-)
+spmm.defvjp(lambda how, *args: (spmm(how, *args), args), _spmm_backward)
+sddmm.defvjp(lambda how, *args: (sddmm(how, *args), args), _sddmm_backward)
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gated_deltas(
-  graph: PatchGraph, weights: Arrays, gates: Arrays, x: jax.Array
+  implementation: str | None,
+  graph: PatchGraph,
+  weights: Arrays,
+  gates: Arrays,
+  x: jax.Array,
 ) -> jax.Array:
   """dT/dg."""
-  return reference.gated_deltas(graph, weights, gates, x)
+  return _run('gated_deltas', implementation, graph, weights, gates, x)
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gated_adjoint(
-  graph: PatchGraph, weights: Arrays, gates: Arrays, g: jax.Array
+  implementation: str | None,
+  graph: PatchGraph,
+  weights: Arrays,
+  gates: Arrays,
+  g: jax.Array,
 ) -> jax.Array:
   """dT/dx."""
-  return reference.gated_adjoint(graph, weights, gates, g)
+  return _run('gated_adjoint', implementation, graph, weights, gates, g)
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gated_coefficients(
-  graph: PatchGraph, weights: Arrays, gates: Arrays, x: jax.Array, g: jax.Array
+  implementation: str | None,
+  graph: PatchGraph,
+  weights: Arrays,
+  gates: Arrays,
+  x: jax.Array,
+  g: jax.Array,
 ) -> tuple[Arrays, Arrays]:
   """(dT/dw, dT/dc)."""
-  return reference.gated_coefficients(graph, weights, gates, x, g)
+  return _run('gated_coefficients', implementation, graph, weights, gates, x, g)
 
 
-def _deltas_backward(residual, g):
+def _deltas_backward(how, residual, g):
   graph, weights, gates, x = residual
-  dw, dc = gated_coefficients(graph, weights, gates, x, g)
-  return None, dw, dc, _like(gated_adjoint(graph, weights, gates, g), x)
+  found: Any = gated_coefficients(how, graph, weights, gates, x, g)
+  dw, dc = found
+  return None, dw, dc, _like(gated_adjoint(how, graph, weights, gates, g), x)
 
 
-def _adjoint_backward(residual, x):
+def _adjoint_backward(how, residual, x):
   graph, weights, gates, g = residual
-  dw, dc = gated_coefficients(graph, weights, gates, x, g)
-  return None, dw, dc, _like(gated_deltas(graph, weights, gates, x), g)
+  found: Any = gated_coefficients(how, graph, weights, gates, x, g)
+  dw, dc = found
+  return None, dw, dc, _like(gated_deltas(how, graph, weights, gates, x), g)
 
 
-def _coefficients_backward(residual, cotangents):
+def _coefficients_backward(how, residual, cotangents):
   graph, weights, gates, x, g = residual
   u, v = cotangents
   # The cotangents u, v pair with T(u, c, x, g) + T(w, v, x, g).
-  dw, dc = gated_coefficients(graph, u, v, x, g)
-  dx = gated_adjoint(graph, u, gates, g) + gated_adjoint(graph, weights, v, g)
-  dg = gated_deltas(graph, u, gates, x) + gated_deltas(graph, weights, v, x)
+  found: Any = gated_coefficients(how, graph, u, v, x, g)
+  dw, dc = found
+  both = (u, gates), (weights, v)
+  adjoints: Any = [gated_adjoint(how, graph, *c, g) for c in both]
+  deltas: Any = [gated_deltas(how, graph, *c, x) for c in both]
+  dx, dg = sum(adjoints), sum(deltas)
   return None, dw, dc, _like(dx, x), _like(dg, g)
 
 
-gated_deltas.defvjp(lambda *args: (gated_deltas(*args), args), _deltas_backward)
+gated_deltas.defvjp(
+  lambda how, *args: (gated_deltas(how, *args), args), _deltas_backward
+)
 gated_adjoint.defvjp(
-  lambda *args: (gated_adjoint(*args), args), _adjoint_backward
+  lambda how, *args: (gated_adjoint(how, *args), args), _adjoint_backward
 )
 gated_coefficients.defvjp(
-  lambda *args: (gated_coefficients(*args), args), _coefficients_backward
+  lambda how, *args: (gated_coefficients(how, *args), args),
+  _coefficients_backward,
 )

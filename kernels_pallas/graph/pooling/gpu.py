@@ -204,8 +204,8 @@ def _forward_body(refs, outputs, space, *, plan):
   )
   peak, total, acc = jax.lax.fori_loop(first, end, add, start)
   safe = jnp.where(total > 0, total, 1.0)
-  for columns, pooled in zip(tiles, acc, strict=True):
-    out[columns] = pooled / safe
+  for tile, pooled in enumerate(acc):
+    out[pl.ds(tile * plan.d, plan.d)] = pooled / safe
   lse[...] = jnp.where(total > 0, peak + jnp.log(safe), -jnp.inf)
 
 
@@ -265,13 +265,13 @@ def _backward_body(refs, outputs, space, *, plan):
   x = _scores(plan, refs, rows, near)
   weights = jnp.exp(jnp.where(valid, x - refs.lse[own], -jnp.inf))
   slope = jnp.zeros(_ROWS, jnp.float32)
-  for columns in _columns(plan.features, plan.d):
+  for tile, columns in enumerate(_columns(plan.features, plan.d)):
     g = _load(refs.g, own, columns, plan.features)
     h = _load(refs.values, near, columns, plan.features)
     slope += jnp.sum(jnp.where(valid[:, None], g * h, 0.0), 1)
     dh = jnp.where(valid[:, None], weights[:, None] * g, 0.0)
-    place = jnp.arange(_ROWS)[:, None], columns[None]
-    outputs[0][place] = dh.astype(outputs[0].dtype)
+    place = pl.ds(tile * plan.d, plan.d)
+    outputs[0][:, place] = dh.astype(outputs[0].dtype)
   de = jnp.where(valid, weights * (slope - refs.delta[own]), 0.0)
   if refs.scores is not None:
     outputs[1][...] = de
@@ -281,17 +281,17 @@ def _backward_body(refs, outputs, space, *, plan):
 
 def _gate_backward(refs, plan, near, valid, de, outputs):
   """Outputs: of the weight, of tanh, of sigmoid if it is there."""
-  for columns in _columns(plan.units, plan.a):
+  for tile, columns in enumerate(_columns(plan.units, plan.a)):
+    place = pl.ds(tile * plan.a, plan.a)
     clean: Any = lambda x: (
       None if x is None else jnp.where(valid[:, None], x, 0.0)
     )
     t, u = (clean(x) for x in _units(plan, refs, near, columns))
     outer = de[:, None] * refs.weight[columns][None]
-    outputs[0][columns] = jnp.sum(de[:, None] * gate_units(t, u), 0)
+    outputs[0][place] = jnp.sum(de[:, None] * gate_units(t, u), 0)
     slopes: Any = gate_slopes(t, u)
     for out, slope in zip(outputs[1:], slopes, strict=False):
-      place = jnp.arange(_ROWS)[:, None], columns[None]
-      out[place] = (outer * slope).astype(out.dtype)
+      out[:, place] = (outer * slope).astype(out.dtype)
 
 
 def backward(

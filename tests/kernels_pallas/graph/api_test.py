@@ -394,17 +394,25 @@ def tiny():
   return graph, jnp.ones((6, 3)), jnp.ones((6, 2))
 
 
-@pytest.mark.parametrize('path', ['pallas', 'interpret', 'fast'])
-def test_pallas_bodies_do_not_exist_yet(path):
+@pytest.mark.parametrize(
+  ('path', 'match'),
+  [
+    ('pallas', 'has no CPU body'),
+    ('interpret', 'make one with raster_layout'),
+    ('fast', "implementation='fast' must be one of"),
+  ],
+)
+def test_implementations_that_can_not_be(path, match):
   graph, w, x = tiny()
   for call in (
     lambda: K.ell_spmm(graph, w, x, implementation=path),
     lambda: K.ell_sddmm(graph, x, x, implementation=path),
     lambda: K.ell_transpose(graph, w, implementation=path),
     lambda: K.ell_diffuse2(graph, w, w, 1, 1, x, implementation=path),
+    lambda: K.diffuse(graph, w, w, 1, 1, x, implementation=path),
     lambda: K.ell_diffuse(graph, w, 1, x, implementation=path),
   ):
-    with pytest.raises(ValueError, match='do not exist yet'):
+    with pytest.raises(ValueError, match=match):
       call()
 
 

@@ -151,6 +151,7 @@ def picture(rows: list[dict[str, Any]], path: pathlib.Path) -> bool:
 
   matplotlib.use('agg')
   import matplotlib.pyplot as plt
+  from matplotlib import ticker
 
   best = totals(rows)
   panels = list(dict.fromkeys(x[:3] for x in best))
@@ -161,7 +162,7 @@ def picture(rows: list[dict[str, Any]], path: pathlib.Path) -> bool:
   figure, axes = plt.subplots(
     lines, columns, figsize=(5 * columns, 3.2 * lines), squeeze=False
   )
-  people = list(dict.fromkeys(x[4] for x in best))
+  people = sorted(dict.fromkeys(x[4] for x in best), key=lambda x: x != 'ours')
   colours = {who: f'C{n}' for n, who in enumerate(people)}
   for ax, panel in zip(axes.flat, panels, strict=False):
     here = {x[3:]: v for x, v in best.items() if x[:3] == panel}
@@ -176,6 +177,9 @@ def picture(rows: list[dict[str, Any]], path: pathlib.Path) -> bool:
     ax.axhline(1, color='black', linewidth=0.8)
     ax.set_xticks(range(len(chips)), chips)
     ax.set_yscale('log')
+    ax.set_ylim(bottom=0.8)
+    ax.yaxis.set_major_formatter(ticker.FormatStrFormatter('%g'))
+    ax.yaxis.set_minor_formatter(ticker.FormatStrFormatter('%g'))
     ax.set_title(', '.join(panel), fontsize=10)
     ax.set_ylabel('cycles over the floor')
     ax.legend(fontsize=7)

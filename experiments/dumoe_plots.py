@@ -76,24 +76,24 @@ def fusion(path: Path, drift: np.ndarray, mix: np.ndarray) -> None:
     ax.legend(frameon=False, fontsize=8)
 
 
-def load(path: Path, first: Mapping[str, np.ndarray], count: int) -> None:
+def load(path: Path, shares: Mapping[str, np.ndarray]) -> None:
   """Share of first choices per expert, sorted, a line per model.
 
   Args:
     path: of the picture.
-    first: {model: [n] int}.
-    count: E.
+    shares: {model: [S, E]}, of each seed; their mean by rank is drawn.
   """
+  count = next(iter(shares.values())).shape[1]
   with figure(path, size=4.2) as (_, axes):
     ax = axes[0, 0]
-    for i, (name, experts) in enumerate(first.items()):
-      share = np.bincount(experts.astype(int), minlength=count) / len(experts)
-      ax.plot(np.arange(1, count + 1), np.sort(share)[::-1], 'o-', ms=3,
+    for i, (name, share) in enumerate(shares.items()):
+      ranked = np.sort(share, 1)[:, ::-1].mean(0)
+      ax.plot(np.arange(1, count + 1), ranked, 'o-', ms=3,
               color=f'C{i}', label=name)  # fmt: skip
     ax.axhline(1 / count, color='0.5', ls=':', lw=1)
     ax.set(
-      xlabel='expert, by load',
-      ylabel='share of first choices',
+      xlabel='expert, by load within its seed',
+      ylabel='share of first choices, mean over seeds',
       title='Load per expert (dotted: equal shares)',
       xticks=np.arange(1, count + 1),
       ylim=(0, None),

@@ -42,6 +42,7 @@ class Interval(NamedTuple):
     method: 'percentile', 'basic' or 'bca'.
     samples: resamples drawn.
     undefined: resamples on which the metric was NaN; they are left out.
+    bias: mean of the resampled metric minus `value`.
   """
 
   value: float
@@ -52,6 +53,7 @@ class Interval(NamedTuple):
   method: str
   samples: int
   undefined: int
+  bias: float
 
 
 def midranks(values: np.ndarray) -> np.ndarray:
@@ -158,7 +160,9 @@ def bootstrap_interval(
     undefined = samples - len(defined)
     if np.isnan(value) or not len(defined):
       nan = float('nan')
-      return Interval(value, nan, nan, nan, level, method, samples, undefined)
+      return Interval(
+        value, nan, nan, nan, level, method, samples, undefined, nan
+      )
     tail = np.array([(1 - level) / 2, (1 + level) / 2])
     if method == 'bca':
       tail = _bca_levels(metric, tables, units, value, defined, tail)
@@ -167,8 +171,9 @@ def bootstrap_interval(
     low, high = 2 * value - high, 2 * value - low
   error = float(defined.std(ddof=1)) if len(defined) > 1 else float('nan')
   return Interval(
-    value, float(low), float(high), error, level, method, samples, undefined
-  )
+    value, float(low), float(high), error, level, method, samples, undefined,
+    float(defined.mean()) - value,
+  )  # fmt: skip
 
 
 def bootstrap_difference(

@@ -60,6 +60,13 @@ diffusion; TMEvolve is trained to predict genes of its own section from these
 components, and gives its largest soft region, or k-means of its evolved field.
 
 """
+_EVEN = """
+Of {regions} soft regions, {used:.1f} are the largest one of some spot; they are
+as even as {soft:.1f} regions of equal size, the pathologist's tissues as
+{labels:.1f}. Nothing tells TMEvolve what a tissue is: its regions are learned
+by what they do for the prediction of genes, from prototypes drawn at random,
+and a term asks that all be used.
+"""
 _CONTACT = """
 # Contact of {a} and {b}
 
@@ -328,6 +335,11 @@ def _clusters(x: np.ndarray, count: int, seed: int) -> np.ndarray:
   return KMeans(count, **options).fit_predict(x)
 
 
+def _entropy(labels: np.ndarray) -> float:
+  share = np.unique(labels, return_counts=True)[1] / len(labels)
+  return float(-(share * np.log(share)).sum())
+
+
 def _labels(section: SpotSection) -> np.ndarray:
   if section.labels is None:
     raise ValueError(f'section {section.name} has no labels')
@@ -340,6 +352,9 @@ def _region_report(config, study: runner.Study, workdir: Path) -> str:
   hidden = _archive(workdir / 'regions', 'seen', 'hidden')
   scores: dict[str, list[float]] = {}
   count, usage = len(study.labelled), []
+  sizes = [
+    x[: len(study.labelled[run % count].grid)] for run, x in enumerate(soft)
+  ]
   for i, section in enumerate(study.labelled):
     x = runner.region_tables(config, section)[0]
     smooth = diffuse(x, study.labelled_graphs[i], wanted.diffusion)
@@ -377,11 +392,11 @@ def _region_report(config, study: runner.Study, workdir: Path) -> str:
     genes=wanted.genes, steps=wanted.diffusion,
   )  # fmt: skip
   table = markdown(list(rows[0]), [tuple(r.values()) for r in rows])
-  used = (
-    f'\nOf {config.tmevolve.regions} soft regions, {np.mean(usage):.1f} are '
-    'the largest one of some spot.\n'
-  )
-  return head + table + used
+  return head + table + _EVEN.format(
+    regions=config.tmevolve.regions, used=np.mean(usage),
+    soft=np.exp(np.mean([_entropy(s.argmax(-1)) for s in sizes])),
+    labels=np.exp(np.mean([_entropy(_labels(s)) for s in study.labelled])),
+  )  # fmt: skip
 
 
 def _region_maps(

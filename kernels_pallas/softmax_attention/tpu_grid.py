@@ -63,11 +63,10 @@ def _blocks(dim: int, single: bool, backward: bool) -> Blocks:
 
 
 def _from_table(
-  dim: int, dtype: Any, backward: bool, segments: bool
+  dim: int, dtype: Any, backward: bool, kind: str
 ) -> Blocks | None:
-  """What was chosen for this chip, for calls with segments or plain ones."""
+  """What was chosen for this chip; `kind` says what tiles hold but logits."""
   op = f'attention_{"backward" if backward else "forward"}'
-  kind = ' segments' if segments else ''
   found = find_blocks(op, f'{dtype} {-(-dim // LANES) * LANES}{kind}')
   return Blocks(*found) if found else None
 
@@ -96,11 +95,12 @@ def prepare(
 ) -> tuple[Plan, Operands]:
   """Head before rows, whole tiles."""
   dim = max(q.shape[-1], v.shape[-1])
-  extra = bias, table, pairs, rows.query_span
+  extra = bias, pairs, rows.query_span
   blocks = config.blocks
   if config.weights == 'softmax' and all(x is None for x in extra):
-    segments = rows.query_segment is not None
-    blocks = blocks or _from_table(dim, q.dtype, backward, segments)
+    kind = '' if table is None else ' rope'
+    kind += '' if rows.query_segment is None else ' segments'
+    blocks = blocks or _from_table(dim, q.dtype, backward, kind)
   blocks = blocks or _blocks(dim, q.dtype.itemsize > 2, backward)
   t, n = split_evenly(q.shape[1], blocks.query, LANES)
   s, m = split_evenly(k.shape[1], blocks.key, LANES)

@@ -65,7 +65,7 @@ Of {regions} soft regions, {used:.1f} are the largest one of some spot; they are
 as even as {soft:.1f} regions of equal size, the pathologist's tissues as
 {labels:.1f}. Nothing tells TMEvolve what a tissue is: its regions are learned
 by what they do for the prediction of genes, from prototypes drawn at random,
-and a term asks that all be used.
+and a term asks that all be used (`--config.balance=0` leaves it out).
 """
 _CONTACT = """
 # Contact of {a} and {b}

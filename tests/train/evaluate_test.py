@@ -1,11 +1,14 @@
 """Evaluation is what NumPy would compute over the examples that count."""
 
+import csv
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.train import toy
 from tmlib import train
+from tmlib.train.experiment import write_predictions
 
 
 def host_prediction(params, x):
@@ -96,3 +99,16 @@ def test_passes_of_one_shape_share_a_trace(runs):
       found['test'][0].outputs[name], found['wider'][0].outputs[name],
       rtol=1e-6,
     )  # fmt: skip
+
+
+def test_integers_are_written_as_what_they_mean(tmp_path):
+  one = train.Evaluated(
+    {'top': np.array([[2, 0], [1, 2]]), 'weight': np.ones(2)}, {}, {}
+  )
+  labels = {'top': ('', '007', '7, a song'), 'absent': ()}
+  write_predictions(tmp_path / 'p', {'predict': [one]}, None, 0, labels)
+  with (tmp_path / 'p.csv').open(newline='') as file:
+    rows = list(csv.DictReader(file))
+  assert [(r['top_0'], r['top_1']) for r in rows] == [
+    ('7, a song', ''), ('007', '7, a song'),
+  ]  # fmt: skip

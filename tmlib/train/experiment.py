@@ -43,6 +43,7 @@ class Experiment(NamedTuple):
     stop: read metrics -> whether to stop early.
     predict: a finite pass over unlabelled data, for mode 'predict'.
     names: name of each example id, for predictions.csv.
+    labels: {output: what each of its integers means, from 0}, for the same.
     parts: {name: experiment}, each run in its own folder, in order: models to
       compare, points of a curve.
     report: writes `report/` from what lies in the working directory.
@@ -58,6 +59,7 @@ class Experiment(NamedTuple):
   stop: Callable[[dict[str, Any]], bool] | None = None
   predict: Data | None = None
   names: Sequence[str] | None = None
+  labels: Mapping[str, Sequence[str]] | None = None
   parts: Mapping[str, 'Experiment'] | None = None
   report: Callable[[Path], None] | None = None
 
@@ -184,7 +186,10 @@ def _run_one(
   if jax.process_index() != 0 or result.status == 'interrupted':
     return result.status != 'interrupted'
   stem = 'predictions' if mode == 'train' else mode
-  write_predictions(workdir / stem, result.evaluations, experiment.names, runs)
+  write_predictions(
+    workdir / stem, result.evaluations, experiment.names, runs,
+    experiment.labels,
+  )  # fmt: skip
   summary = {
     'status': result.status,
     'step': result.step,
@@ -220,6 +225,7 @@ def write_predictions(
   evaluations: Mapping[str, Sequence[Evaluated]],
   names: Sequence[str] | None,
   runs: int,
+  labels: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
   """Writes `<stem>.csv`, and `<stem>.npz` with outputs too wide for a table.
 
@@ -228,12 +234,15 @@ def write_predictions(
     evaluations: {name: one `Evaluated` per run}.
     names: name of each example id.
     runs: 0 leaves out the column `run`.
+    labels: {output: what each of its integers means, from 0}.
   """
   rows, wide = [], {}
+  words = {name: np.asarray(x) for name, x in (labels or {}).items()}
   for evaluation, found in evaluations.items():
     for run, one in enumerate(found):
       narrow = {}
       for name, value in sorted(one.outputs.items()):
+        value = words[name][value] if name in words else value
         flat = value.reshape(len(value), int(np.prod(value.shape[1:])))
         if flat.shape[1] > _CSV_COLUMNS:
           wide[f'{evaluation}/{run}/{name}'] = value

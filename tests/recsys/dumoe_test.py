@@ -234,6 +234,13 @@ def test_scores_agree(model, answer):
     (dict(ahead=0), 'ahead=0'),
     (dict(ahead_decay=0.0), 'ahead_decay'),
     (dict(balance='bias', noise_std=1.0), 'balance'),
+    (dict(num_actions=0), 'num_actions=0'),
+    (dict(interest=float('nan')), 'interest=nan'),
+    (dict(diversity=float('nan')), 'diversity=nan'),
+    (dict(z=float('inf')), 'z=inf'),
+    (dict(dim=8.0), 'dim=8.0'),
+    (dict(k=1.0), 'k=1.0'),
+    (dict(modalities=(('m0', 0),)), "'m0'=0"),
   ],
 )
 def test_bad_configs(change, match):
@@ -281,6 +288,7 @@ def test_recommend(model):
     (lambda: served.recommend([('film 99', 1)], 5), 'film 99'),
     (lambda: served.recommend(history, 5, profile=np.zeros(2)), 'profile'),
     (lambda: Recommender(params, config, names[:3], 6), '3 names'),
+    (lambda: Recommender(params, config, names, 6, 'centers'), 'centers'),
   ):
     with pytest.raises(ValueError, match=match):
       bad()

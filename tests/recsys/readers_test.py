@@ -55,10 +55,31 @@ def test_tags(tmp_path):
   )
 
 
+def test_a_number_that_is_not_known_is_the_mean(tmp_path):
+  path = tmp_path / 'x.user'
+  path.write_text('user_id\tjob\tage\nu\tA\t1\nv\tA\t\nw\tB\tnan\n'
+                  'x\tB\t3\n')  # fmt: skip
+  options = dict(key='user_id', columns=('job',), numbers=('age',))
+  values, _ = recsys.read_tags(path, ('u', 'v', 'w', 'x'), **options)
+  np.testing.assert_allclose(values[:, 2], [-1, 0, 0, 1])
+  path.write_text('user_id\tjob\tage\nu\tA\tinf\n')
+  with pytest.raises(ValueError, match='infinite'):
+    recsys.read_tags(path, ('u',), **options)
+
+
+@pytest.mark.parametrize('user', ['1.2', 'nan', '1e30', '-inf'])
+def test_movielens_users_are_whole_numbers(tmp_path, user):
+  path = tmp_path / 'ratings.csv'
+  path.write_text(f'userId,movieId,rating,timestamp\n1,5,3,10\n{user},6,3,11\n')
+  with pytest.raises(ValueError, match=f"event 1.*'userId'.*{user}"):
+    recsys.load_movielens_csv(path)
+
+
 @pytest.mark.parametrize(
   ('text', 'match'),
   [
     ('', 'header'),
+    (INTER.replace('rating', 'item_id') + 'u\t3\t5\t8\n', "'item_id' 2 times"),
     (INTER, 'at least one event'),
     ('user_id:token\titem_id:token\nu\t1\n', "no column 'timestamp'"),
     (INTER + 'u\t3\t5\n', 'line 2'),
@@ -99,9 +120,12 @@ def test_popularity_on_ml100k_under_three_orders():
     scores = np.tile(recsys.popularity_scores(split), (943, 1))
     rank = recsys.target_rank(scores, split.target_items, split.seen())
     assert np.mean(recsys.hit_rate(rank)) == pytest.approx(want, abs=5e-5)
-  short = recsys.history_span(split) < 1
-  assert short.sum() == 638
-  assert (recsys.history_span(split) > 30).sum() == 180
+  nothing = np.full(943, -1)
+  whole = recsys.history_span(
+    recsys.Split(table, recsys.order_events(table).rows, nothing)
+  )
+  assert (whole < 1).sum() == 638
+  assert (whole > 30).sum() == 180
 
 
 def test_a_missing_package_says_how_to_get_it(monkeypatch):

@@ -71,11 +71,41 @@ def test_serving_window_sorts_and_takes_the_end():
     ),
     (lambda: windows.serving_window([('c', 1)], ('a',), 2), "'c'"),
     (lambda: windows.serving_window([('a', np.nan)], ('a',), 2), 'finite'),
+    (
+      lambda: windows.serving_window([('a', 1.6e12)], ('a',), 2),
+      'history.*milliseconds',
+    ),
+    (
+      lambda: windows.serving_window([('a', 1e30)], ('a',), 2),
+      'milliseconds',
+    ),
+    (
+      lambda: windows.serving_window([('a', 1)], ('a',), 2, now=np.nan),
+      'now.*finite',
+    ),
+    (
+      lambda: windows.serving_window([('a', 1)], ('a',), 2, now=1.6e12),
+      'now.*milliseconds',
+    ),
+    (
+      lambda: windows.training_windows(
+        recsys.leave_last_out(
+          recsys.order_events(recsys.make_events([0, 0], [1, 2], [0, 1]))
+        ),
+        4,
+      ),
+      'a user needs three',
+    ),
   ],
 )
 def test_bad_windows(call, match):
   with pytest.raises(ValueError, match=match):
     call()
+
+
+def test_stamps_that_are_words():
+  with pytest.raises(TypeError, match='history'):
+    windows.serving_window([('a', 'x'), ('a', 'y')], ('a',), 2)
 
 
 def test_each_pair_is_a_target_once():

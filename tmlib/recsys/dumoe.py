@@ -31,6 +31,7 @@ __all__ = [
   'adapt',
   'catalogue_logits',
   'check_batch',
+  'check_source',
   'encode',
   'half_lives',
   'init',
@@ -95,6 +96,12 @@ def check_batch(config: DUMoEConfig, batch: dict) -> None:
     )
 
 
+def check_source(source: str) -> None:
+  """Refuses what routes nothing: 'gate', 'centres' or '' (no experts)."""
+  if source not in ('', 'gate', 'centres'):
+    raise ValueError(f"source={source!r} is not one of 'gate', 'centres', ''")
+
+
 def init(key: jax.Array, config: DUMoEConfig, batch: dict) -> dict[str, Any]:
   """Parameters by `GROUPS`.
 
@@ -140,7 +147,7 @@ def encode(
     The state, leaves [B, L, ...].
   """
   variables = {'params': params['encoder']}
-  return UserEncoder(config).apply(variables, batch, keys)[0]  # pyright: ignore
+  return UserEncoder(config).apply(variables, batch, keys)  # pyright: ignore
 
 
 def adapt(
@@ -167,7 +174,11 @@ def adapt(
 
   Returns:
     The result.
+
+  Raises:
+    ValueError: for another source.
   """
+  check_source(source)
   if not config.experts or not source:
     return Adapted(z[:, -1:] if last else z, None, None)
   x = routing_input(config, z, valid)

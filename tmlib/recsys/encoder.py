@@ -66,9 +66,7 @@ class UserEncoder(nn.Module):
   config: DUMoEConfig
 
   @nn.compact
-  def __call__(
-    self, batch: dict, keys: jax.Array | None = None
-  ) -> tuple[UserState, jax.Array]:
+  def __call__(self, batch: dict, keys: jax.Array | None = None) -> UserState:
     """Encodes windows.
 
     Args:
@@ -76,12 +74,11 @@ class UserEncoder(nn.Module):
       keys: [B] PRNG keys of the dropout; None at evaluation.
 
     Returns:
-      state: the user at each position.
-      items: [I + 1, D], embeddings of items, row 0 for padding.
+      The user at each position.
     """
     c = self.config
     valid = batch['item'] > 0
-    events, items = self._events(batch, keys)
+    events = self._events(batch, keys)
     age = ages(batch['time'], batch['now'])
     mask = causal_mask(valid)
     history = self._history(events, age, mask, valid, keys)
@@ -95,10 +92,10 @@ class UserEncoder(nn.Module):
       inner = nn.Dense(c.dim, name='profile')(batch['profile'])
       static = jnp.broadcast_to(inner[:, None], zeros.shape)
     z, mix = self._fuse(static, short, history, drift, valid)
-    return UserState(z, short, history, static, drift, mix), items
+    return UserState(z, short, history, static, drift, mix)
 
   def _events(self, batch, keys):
-    """[B, L, D] embedded events, and the table of items."""
+    """[B, L, D] embedded events."""
     c = self.config
     table = self.param('items', _NORMAL, (c.num_items + 1, c.dim))
     # Row 0 is padding: it is read nowhere and has no gradient.
@@ -120,7 +117,7 @@ class UserEncoder(nn.Module):
       x = x + actions[batch['action']]
     if c.normalize_events:
       x = nn.LayerNorm(name='norm_events')(x)
-    return dropout(x, c.dropout, keys, 1000), table
+    return dropout(x, c.dropout, keys, 1000)
 
   def _history(self, events, age, mask, valid, keys):
     """Causal transformer; zero at padding."""

@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ['TIES', 'EventTable', 'Sequences', 'make_events', 'order_events']
+__all__ = [
+  'TIES',
+  'EventTable',
+  'Sequences',
+  'make_events',
+  'order_events',
+  'to_seconds',
+]
 
 TIES = ('item', 'item_descending', 'file', 'random')
 # Beyond this a stamp in seconds is later than the year 2200.
@@ -64,8 +71,10 @@ class Sequences(NamedTuple):
 
 def _index(labels: Any, field: str) -> tuple[tuple[str, ...], np.ndarray]:
   """Sorted names and the index of each label among them."""
-  text = np.asarray(labels).astype(str)
-  empty = np.flatnonzero(np.char.strip(text) == '')
+  # Before NumPy makes 'nan' and 'None' of them.
+  lost = [i for i, label in enumerate(labels) if _is_missing(label)]
+  text = np.char.strip(np.asarray(labels).astype(str))
+  empty = lost or np.flatnonzero(text == '')
   if len(empty):
     raise ValueError(
       f'{field}: event {empty[0]} has an empty name; drop such rows'
@@ -80,17 +89,42 @@ def _index(labels: Any, field: str) -> tuple[tuple[str, ...], np.ndarray]:
   return tuple(names[order].tolist()), place[index]
 
 
-def _seconds(time: Any) -> np.ndarray:
-  """Stamps as int64 seconds, or a ValueError."""
+def _is_missing(label: Any) -> bool:
+  """Whether a label is None, NaN or another value that no name equals."""
+  try:
+    return label is None or bool(label != label)
+  except TypeError:  # the missing value of pandas has no truth
+    return True
+
+
+def to_seconds(time: Any, field: str = 'time') -> np.ndarray:
+  """Stamps as whole seconds.
+
+  Args:
+    time: [n] numbers; fractions are dropped.
+    field: what an error calls them.
+
+  Returns:
+    [n] int64.
+
+  Raises:
+    TypeError: for something but numbers.
+    ValueError: for a stamp that is not finite or not in seconds.
+  """
   time = np.asarray(time)
   if time.dtype.kind not in 'iuf':
-    raise TypeError(f'time must hold numbers, got {time.dtype}')
+    raise TypeError(f'{field} must hold numbers, got {time.dtype}')
   if not np.isfinite(time).all():
     row = int(np.flatnonzero(~np.isfinite(time))[0])
-    raise ValueError(f'time: event {row} has {time[row]}; drop or repair it')
-  if len(time) and np.abs(time).max() > _LATEST:
     raise ValueError(
-      f'time: {time[np.abs(time).argmax()]} is no time stamp in seconds, which '
+      f'{field}: event {row} has {time[row]}, which is not finite; drop or '
+      'repair it'
+    )
+  # As floats: the smallest integer has no absolute value.
+  size = np.abs(time.astype(np.float64))
+  if len(time) and size.max() > _LATEST:
+    raise ValueError(
+      f'{field}: {time[size.argmax()]} is no time stamp in seconds, which '
       f'end at {_LATEST}; milliseconds must be divided by 1000'
     )
   return np.floor(time).astype(np.int64)
@@ -107,8 +141,8 @@ def make_events(
   """Builds a table from columns of names.
 
   Args:
-    user: [n] names or numbers.
-    item: [n] names or numbers.
+    user: [n] names or numbers; blanks around a name do not count.
+    item: [n] names or numbers. Rows that repeat are events of their own.
     time: [n], seconds since any origin; fractions are dropped.
     action: [n] names of types of action, such as 'click'; None for one type.
     features: {modality: [n, D]}; a row of NaN means that the event lacks the
@@ -119,8 +153,9 @@ def make_events(
 
   Raises:
     TypeError: if time does not hold numbers.
-    ValueError: for no event, columns of unequal length, an empty name, a stamp
-      that is not finite or not in seconds, or a feature row that is partly NaN.
+    ValueError: for no event, columns of unequal length, an empty or missing
+      name, a stamp that is not finite or not in seconds, or a feature row that
+      is partly NaN.
   """
   size = len(user)
   if not size:
@@ -155,7 +190,7 @@ def make_events(
     values[name] = np.where(missing[:, None], 0, table)
     present[name] = ~missing
   return EventTable(
-    user_index, item_index, _seconds(time), action_index,
+    user_index, item_index, to_seconds(time), action_index,
     users, items, actions, values, present,
   )  # fmt: skip
 

@@ -1,11 +1,17 @@
 """What a DUMoE is, as numbers and names."""
 
 import dataclasses
+import numbers
 from typing import Any
 
 __all__ = ['DUMoEConfig']
 
 _HOUR, _DAY = 3600.0, 86400.0
+
+
+def _whole(name: str, value: Any, low: int) -> None:
+  if not isinstance(value, numbers.Integral) or value < low:
+    raise ValueError(f'{name}={value!r} must be a whole number, at least {low}')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +101,19 @@ class DUMoEConfig:
 
   def __post_init__(self):
     """Checks every field."""
-    for name in ('num_items', 'dim', 'heads', 'hidden', 'short', 'ahead'):
-      self._least(name, 1)
-    for name in ('num_tags', 'profile_dim', 'blocks', 'buckets', 'experts'):
-      self._least(name, 0)
+    for name in (
+      'num_items', 'num_actions', 'dim', 'heads', 'hidden', 'short', 'ahead',
+    ):  # fmt: skip
+      self._whole(name, 1)
+    for name in (
+      'num_tags', 'profile_dim', 'blocks', 'buckets', 'experts',
+      'shared_hidden',
+    ):  # fmt: skip
+      self._whole(name, 0)
+    for name, width in self.modalities:
+      _whole(f'modalities: width of {name!r}', width, 1)
     weights = ('interest', 'importance', 'load', 'gshard', 'z', 'diversity')
-    for name in (*weights, 'noise_std', 'shared_hidden'):
+    for name in (*weights, 'noise_std'):
       self._least(name, 0)
     if self.dim % self.heads:
       raise ValueError(f'dim={self.dim} is not divisible by heads={self.heads}')
@@ -125,12 +138,13 @@ class DUMoEConfig:
         "'user'"
       )
     self._one_of('routing', ('event', 'user'))
+    if self.experts:
+      self._whole('expert_hidden', 1)
+      self._whole('k', 1)
     if self.experts and not 1 <= self.k <= self.experts:
       raise ValueError(
         f'k={self.k} must lie in [1, {self.experts}], the number of experts'
       )
-    if self.experts:
-      self._least('expert_hidden', 1)
     if not self.temperature > 0:
       raise ValueError(f'temperature={self.temperature} must be positive')
     if self.load and not self.noise_std:
@@ -144,9 +158,13 @@ class DUMoEConfig:
         'pass one of them'
       )
 
+  def _whole(self, name: str, low: int) -> None:
+    _whole(name, getattr(self, name), low)
+
   def _least(self, name: str, low: int) -> None:
-    if getattr(self, name) < low:
-      raise ValueError(f'{name}={getattr(self, name)} must be at least {low}')
+    value = getattr(self, name)
+    if not low <= value < float('inf'):
+      raise ValueError(f'{name}={value} must be finite and at least {low}')
 
   def _one_of(self, name: str, allowed: tuple[str, ...]) -> None:
     if getattr(self, name) not in allowed:

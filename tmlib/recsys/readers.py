@@ -68,6 +68,12 @@ def _rows(
   if len(lines) < 2:
     raise ValueError(f'{path}: expected a header and at least one event')
   header = [name.split(':')[0].strip() for name in lines[0][1]]
+  twice = [name for name in header if header.count(name) > 1]
+  if twice:
+    raise ValueError(
+      f'{path}: the header names column {twice[0]!r} {header.count(twice[0])} '
+      'times; rename all but one'
+    )
   lacking = [name for name in needed if name not in header]
   if lacking:
     raise ValueError(
@@ -115,12 +121,13 @@ def load_recbole_inter(path: str | Path) -> EventTable:
       inside the installed `recbole` package.
 
   Returns:
-    The table, in the order of the file.
+    The table, in the order of the file; lines that repeat stay.
 
   Raises:
     ModuleNotFoundError, FileNotFoundError: if there is no such file.
-    ValueError: for a missing column (user_id, item_id, timestamp), ragged
-      lines, or fields that are no numbers; the message names the place.
+    ValueError: for a missing column (user_id, item_id, timestamp) or one that
+      is there twice, ragged lines, or fields that are no numbers; the message
+      names the place.
   """
   path = find_ml100k() if str(path) == 'ml-100k' else Path(path)
   if path.is_dir():
@@ -156,7 +163,14 @@ def load_movielens_csv(
   path = path / 'ratings.csv' if path.is_dir() else path
   names = ('userId', 'movieId', 'timestamp')
   table = _columns(path, ',', names)
-  user = _numbers(path, names[0], table[names[0]]).astype(np.int64)
+  user = _numbers(path, names[0], table[names[0]])
+  odd = np.flatnonzero(~((user == np.floor(user)) & (np.abs(user) < 2**53)))
+  if len(odd):
+    raise ValueError(
+      f'{path}: event {odd[0]}, column {names[0]!r}: '
+      f'{table[names[0]][odd[0]]!r} is no whole number'
+    )
+  user = user.astype(np.int64)
   time = _numbers(path, names[2], table[names[2]])
   item = np.array(table[names[1]])
   keep = np.ones(len(user), bool) if max_user is None else user <= max_user
@@ -228,7 +242,8 @@ def read_tags(
     names: the items or users of an `EventTable`, in its order.
     key: column that holds the name.
     columns: columns of words, separated by blanks; each word becomes a tag.
-    numbers: numeric columns, standardised.
+    numbers: numeric columns, standardised; what is empty or NaN becomes the
+      mean, 0.
     delimiter: between fields.
 
   Returns:
@@ -251,9 +266,14 @@ def read_tags(
   values = np.zeros((len(names), len(tags) + len(numbers)), np.float32)
   standard = []
   for name in numbers:
-    column = _numbers(path, name, table[name])
-    standard.append((column - column.mean()) / max(column.std(), 1e-12))
-  for i, name in enumerate(table[key]):
+    column = _numbers(path, name, table[name], empty=True)
+    known = column[~np.isnan(column)]
+    if not np.isfinite(known).all():
+      raise ValueError(f'{path}: column {name!r} holds an infinite number')
+    if len(known):
+      column = (column - known.mean()) / max(known.std(), 1e-12)
+    standard.append(np.nan_to_num(column))
+  for i, name in enumerate(map(str.strip, table[key])):
     if name not in where:
       continue
     row = values[where[name]]

@@ -36,12 +36,15 @@ class Recommender:
       config: the model.
       items: I names, as in the `EventTable` of the training.
       length: events of a window, as in training.
-      source: 'gate', or 'centres' for a model whose gate was not trained.
+      source: 'gate', 'centres' for a model whose gate was not trained, or ''
+        for one whose experts were not.
       moment: of `NOW`, as in training.
 
     Raises:
-      ValueError: if the names are not as many as the model's items.
+      ValueError: if the names are not as many as the model's items, or for
+        another source.
     """
+    dumoe.check_source(source)
     if len(items) != config.num_items:
       raise ValueError(
         f'items has {len(items)} names, the config says {config.num_items}'

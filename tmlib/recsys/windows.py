@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tmlib.recsys.events import EventTable
+from tmlib.recsys.events import EventTable, to_seconds
 from tmlib.recsys.splits import Split
 
 __all__ = ['NOW', 'query_windows', 'serving_window', 'training_windows']
@@ -120,7 +120,10 @@ def training_windows(
     for end in range(len(rows) - 1, 0, -length)
   ]
   if not pieces:
-    raise ValueError('no user has two events to learn from')
+    raise ValueError(
+      'no history holds two events, one to learn from the other; with the one '
+      'that is held out a user needs three'
+    )
   arrays = _empty(table, len(pieces), length, profile)
   for i, (user, start, end) in enumerate(pieces):
     rows = split.history[user][start : end + 1]
@@ -148,14 +151,16 @@ def query_windows(
     length: L.
     now: of `NOW`.
     profile: [U, P] float, or None.
-    mask_seen: whether items of the history are no candidates.
+    mask_seen: whether items of the history are no candidates; then no target
+      may be among them.
 
   Returns:
     As `training_windows`, the target at the last position alone, and `seen`,
     [n, I + 1] bool, column 0 always True.
 
   Raises:
-    ValueError: for an argument out of range.
+    ValueError: for an argument out of range, or a target that `mask_seen`
+      would give away.
   """
   table = split.table
   _check(length, now, profile, len(split.history))
@@ -201,31 +206,34 @@ def serving_window(
     As `query_windows`, n = 1, no target.
 
   Raises:
+    TypeError: if a stamp is no number.
     ValueError: for an item that the model does not know, or a stamp that is no
       time in seconds.
   """
   _check(length, moment, None, 1)
-  pairs = sorted(history, key=lambda pair: pair[1])
+  pairs = list(history)
   known = {name: i for i, name in enumerate(items)}
-  unknown = [str(name) for name, _ in pairs if str(name) not in known]
+  names = [str(name).strip() for name, _ in pairs]
+  unknown = [name for name in names if name not in known]
   if unknown:
     raise ValueError(
       f'history: item {unknown[0]!r} is not among the {len(items)} items that '
       'the model was trained on; leave it out or train again'
     )
-  stamps = np.array([stamp for _, stamp in pairs], np.float64)
-  if not np.isfinite(stamps).all():
-    raise ValueError('history: a stamp is not finite; drop that event')
-  index = np.array([known[str(name)] for name, _ in pairs], np.int32)
+  stamps = np.asarray([stamp for _, stamp in pairs])
+  seconds = to_seconds(stamps, 'history')
+  order = np.argsort(stamps, kind='stable')
+  index = np.array([known[name] for name in names], np.int32)[order]
   count = len(pairs)
   table = EventTable(
-    np.zeros(count, np.int32), index, np.floor(stamps).astype(np.int64),
+    np.zeros(count, np.int32), index, seconds[order],
     np.zeros(count, np.int32), ('',), items, ('',), {}, {},
   )  # fmt: skip
   rows = np.arange(count)[-length:]
   arrays = _empty(table, 1, length, None)
   if count:
-    last = table.time[rows[-1]] if now is None else int(np.floor(now))
+    last = table.time[rows[-1]]
+    last = last if now is None else to_seconds([now], 'now')[0]
     moments = _moments(table, rows, last, moment).copy()
     moments[-1] = last
     _fill(arrays, 0, table, rows, moments)

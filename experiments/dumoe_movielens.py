@@ -7,6 +7,7 @@ seed of the training).
 """
 
 import functools
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from experiments import dumoe_parts as parts_lib
 from tmlib import recsys, train
+from tmlib.config import config_field
 from tmlib.recsys import events, splits, windows
 from tmlib.recsys.method import Outputs
 from tmlib.recsys.options import DUMoEConfig
@@ -26,17 +28,22 @@ __all__ = [
   'load',
   'make',
   'model_of',
+  'predict',
   'split_of',
 ]
 
 # model -> (scheme, fields that differ); 'sasrec' is the backbone alone
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
   'dumoe': ('three', {}),
+  'two_stage': ('two', {}),
   'joint': ('joint', {}),
   'no_moe': ('none', {'experts': 0}),
   'no_short_path': ('three', {'short_path': False}),
   'no_drift_gate': ('three', {'fusion': 'plain'}),
 }
+
+# What a trained model may be asked anew, without being another experiment.
+_ASKED = ('predict', 'recommend')
 
 
 class Log(NamedTuple):
@@ -64,25 +71,26 @@ class Group(NamedTuple):
 @functools.cache
 def load(path: str) -> Log:
   """Reads ML-100k, a folder of RecBole or MovieLens, or a csv of events."""
-  if path == 'ml-100k' or Path(path).suffix == '.inter':
-    folder = recsys.find_ml100k() if path == 'ml-100k' else Path(path).parent
-    table = recsys.load_recbole_inter(path)
-    stem = 'ml-100k' if path == 'ml-100k' else Path(path).stem
-    tags = np.zeros((table.num_items, 0), np.float32)
-    profile = np.zeros((len(table.users), 0), np.float32)
-    if (folder / f'{stem}.item').is_file() and stem == 'ml-100k':
-      tags = recsys.read_tags(folder / f'{stem}.item', table.items)[0]
+  place = recsys.find_ml100k() if path == 'ml-100k' else Path(path)
+  folder = place if place.is_dir() else place.parent
+  atomic = place.is_dir() and any(place.glob('*.inter'))
+  if atomic or place.suffix == '.inter':
+    table = recsys.load_recbole_inter(place)
+  elif place.is_dir() or place.name == 'ratings.csv':
+    table = recsys.load_movielens_csv(place)
+  else:
+    table = recsys.read_events(place)
+  tags = np.zeros((table.num_items, 0), np.float32)
+  profile = np.zeros((len(table.users), 0), np.float32)
+  if place in (folder, folder / 'ml-100k.inter'):
+    if (folder / 'ml-100k.item').is_file():
+      tags = recsys.read_tags(folder / 'ml-100k.item', table.items)[0]
+    if (folder / 'ml-100k.user').is_file():
       profile = recsys.read_tags(
-        folder / f'{stem}.user', table.users, key='user_id',
+        folder / 'ml-100k.user', table.users, key='user_id',
         columns=('gender', 'occupation'), numbers=('age',),
       )[0]  # fmt: skip
-    return Log(table, tags, profile)
-  if Path(path).is_dir() or Path(path).name == 'ratings.csv':
-    table = recsys.load_movielens_csv(path)
-  else:
-    table = recsys.read_events(path)
-  nothing = lambda n: np.zeros((n, 0), np.float32)
-  return Log(table, nothing(table.num_items), nothing(len(table.users)))
+  return Log(table, tags, profile)
 
 
 def _subset(log: Log, users: int) -> Log:
@@ -121,20 +129,61 @@ def groups_of(config) -> list[Group]:
       raise ValueError(
         f'data.protocols: {name!r} is not one of item, file, random, time'
       )
-  if not found or min(group.runs for group in found) < 1:
-    raise ValueError('every protocol needs at least one run')
+  if not found:
+    raise ValueError('data.protocols is empty; name item, file, random or time')
   return found
+
+
+def _check(config) -> None:
+  """Refuses, by the name of its field, what a library function would blame."""
+  unknown = set(config.models) - {*MODELS, 'sasrec'}
+  if unknown or not config.models:
+    raise ValueError(
+      f'models: {", ".join(sorted(map(repr, unknown))) or "nothing"} is not '
+      f'one of {sorted([*MODELS, "sasrec"])}'
+    )
+  least = dict(
+    users=0, random_orders=1, first_order=0, file_runs=1, time_runs=1,
+    window=1, augment=1, recommend=0,
+  )  # fmt: skip
+  values = {f'data.{name}': (config.data[name], n) for name, n in least.items()}
+  values['train.runs'] = config.train.runs, 1
+  for name, (value, low) in values.items():
+    if value < low:
+      raise ValueError(f'{name}={value} must be at least {low}')
+  if config.data.now not in windows.NOW:
+    raise ValueError(
+      f'data.now={config.data.now!r} is not one of {windows.NOW}'
+    )
+
+
+def _check_asked(group: Group, split: splits.Split) -> None:
+  count = len(split.users)
+  if count < 2:
+    raise ValueError(
+      f'data.protocols: {group.protocol!r} has {count} users with an event to '
+      'foretell; the intervals of the report need two, so the log needs more '
+      'users with an item that is new to them after their first'
+    )
 
 
 def split_of(config, group: Group) -> splits.Split:
   """What a group may see and must foretell."""
-  table = log_of(config).table
-  if group.protocol == 'time':
-    # Random ties: no order that a user interface or an id made.
-    ordered = recsys.order_events(table, 'random', group.order)
-    return recsys.time_split(ordered, config.data.time_quantile)
-  ordered = recsys.order_events(table, group.protocol, group.order)
-  return recsys.leave_last_out(ordered, int(config.data.validation))
+  table, validation = log_of(config).table, config.data.validation
+  if group.protocol != 'time':
+    ordered = recsys.order_events(table, group.protocol, group.order)
+    return recsys.leave_last_out(ordered, int(validation), unseen_only=True)
+  # Random ties: no order that a user interface or an id made.
+  ordered = recsys.order_events(table, 'random', group.order)
+  quantile = config.data.time_quantile
+  with config_field('data.time_quantile'):
+    split = recsys.time_split(ordered, quantile)
+    if not validation:
+      return split
+    # Once more, of what lies before the cut.
+    old = table.time[np.concatenate(split.history)]
+    ordered = ordered._replace(rows=split.history)
+    return recsys.time_split(ordered, cut=int(np.quantile(old, quantile)))
 
 
 def _learning_windows(config, group: Group, split, profile) -> dict[str, Any]:
@@ -156,16 +205,17 @@ def _learning_windows(config, group: Group, split, profile) -> dict[str, Any]:
 
 def make(config) -> train.Experiment:
   """One part per model, then the report."""
-  unknown = set(config.models) - {*MODELS, 'sasrec'}
-  if unknown:
-    raise ValueError(
-      f'models: {sorted(unknown)[0]!r} is not one of '
-      f'{sorted([*MODELS, "sasrec"])}'
-    )
+  _check(config)
   log, groups, d = log_of(config), groups_of(config), config.data
+  if d.recommend > log.table.num_items:
+    raise ValueError(
+      f'data.recommend={d.recommend} is more than the {log.table.num_items} '
+      'items of the log'
+    )
   learn, ask = [], []
   for group in groups:
     split = split_of(config, group)
+    _check_asked(group, split)
     learn.append(_learning_windows(config, group, split, log.profile))
     options: dict[str, Any] = dict(now=d.now, profile=log.profile)
     ask.append(windows.query_windows(split, d.window, **options))
@@ -187,8 +237,8 @@ def make(config) -> train.Experiment:
     model, scheme = model_of(config, name, log)
     parts[name] = parts_lib.part_of(
       config, model, scheme, data, {'test': held}, len(member), tags=log.tags,
-      outputs=Outputs(top=config.data.recommend, labels=_labels(log.table)),
-      predict=everyone, names=names,
+      outputs=Outputs(top=d.recommend), predict=everyone, names=names,
+      labels={'top': ('', *log.table.items)},
     )  # fmt: skip
 
   def report(workdir: Path) -> None:
@@ -199,15 +249,27 @@ def make(config) -> train.Experiment:
   return train.Experiment(parts=parts, report=report)
 
 
-def _labels(table: events.EventTable) -> tuple[int, ...] | None:
-  """The items' own numbers for predictions, or None where they are words."""
-  if all(name.isdigit() for name in table.items):
-    return (0, *map(int, table.items))
-  return None
+def predict(config, workdir: Path) -> int:
+  """Recommends with the models of a workdir: MODEL/predict.csv of each.
+
+  Args:
+    config: as in training, but for `data.predict` and `data.recommend`.
+    workdir: of the training.
+
+  Returns:
+    Exit code, 0.
+  """
+  trained, path = config.copy_and_resolve_references(), workdir / 'config.json'
+  if path.is_file():
+    data = json.loads(path.read_text())['data']
+    trained.data.update({name: data[name] for name in _ASKED})
+  return train.run(
+    lambda _: make(config), trained, workdir=workdir, mode='predict'
+  )
 
 
 def _served(config, log: Log) -> tuple[dict[str, Any], list[str]]:
-  """Whole histories to recommend from, and the names of their users."""
+  """Whole histories to recommend from, no targets, and their users' names."""
   table, profile = log.table, log.profile
   if config.data.predict:
     other = recsys.read_events(config.data.predict)
@@ -222,11 +284,15 @@ def _served(config, log: Log) -> tuple[dict[str, Any], list[str]]:
     table = other._replace(item=index[other.item], items=table.items)
     profile = np.zeros((len(table.users), profile.shape[1]), np.float32)
   rows = recsys.order_events(table, 'file').rows
-  last = np.array([r[-1] for r in rows])
-  whole = splits.Split(table, rows, last)
+  # Nobody knows when the next event will be: at the earliest with the last.
+  whole = splits.Split(table, rows, np.array([r[-1] for r in rows]))
   found = windows.query_windows(
-    whole, config.data.window, now='last', profile=profile
-  )
+    whole, config.data.window, now=config.data.now, profile=profile,
+    mask_seen=False,
+  )  # fmt: skip
+  del found['target']
+  for row, events_of in enumerate(rows):
+    found['seen'][row, table.item[events_of] + 1] = True
   return found, list(table.users)
 
 

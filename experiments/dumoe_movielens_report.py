@@ -1,9 +1,10 @@
 """Report of `dumoe_movielens`: every model under every order of ties.
 
-Axes: G groups, n users of a group, R runs of a group.
+Axes: n users of a group.
 """
 
 import csv
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -27,15 +28,34 @@ _GRID = [
 
 _NOTE = """
 Full ranking of all items that the user has not seen; ties of scores count
-against the model. {users} users, {events} events. `item`: equal times by item
-id, `file`: in the order of the file, `random`: {orders} random orders (one
-training each), `time`: train before the {quantile:.0%} quantile of all times,
-foretell each user's first new item after it. The moment of the query is
-`{now}` (`last`: of the last event seen; `target`: of the event to foretell).
-Markov: lags={lags}, decay={decay}, smoothing={smoothing}, chosen on the
-validation split (second last event, random ties). Learned models: the last
-step of one setting, that of the config, for all groups.
+against the model. The event to foretell is the last one whose item is new to
+the user; repeats are skipped. {users} users, {events} events. `item`: equal
+times by item id, `file`: in the order of the file, `random`: {orders} random
+orders (one training each), `time`: train before the {quantile:.0%} quantile of
+all times, foretell each user's first new item after it. The moment of the query
+is `{now}` (`last`: of the last event seen; `target`: of the event to foretell).
+Days of history are counted without the event to foretell.
+
+Chosen on the validation split (second last event, random ties): the Markov
+chain alone, lags={lags}, decay={decay}, smoothing={smoothing}, by NDCG@10 among
+{grid} settings. Learned models: the last step of the one setting of the config,
+for all groups; this run searches nothing (how that setting was found stands in
+the docstring of the config). SASRec has DUMoE's width, depth,
+dropout, items ahead, steps and learning rate and was not tuned on its own.
+Intervals: 95 %, by the bootstrap over users within the trained models, whose
+runs are averaged per user; they do not cover another training.
 """
+
+
+def _hit(rank: np.ndarray) -> np.ndarray:
+  return (rank <= 10).astype(float)
+
+
+def _gain(rank: np.ndarray) -> np.ndarray:
+  return np.where(rank <= 10, 1 / np.log2(1 + rank), 0.0)
+
+
+_MEASURES = {'HR@10': _hit, 'NDCG@10': _gain}
 
 
 def _rank(scores: np.ndarray, split: splits.Split) -> np.ndarray:
@@ -51,7 +71,7 @@ def _choose_markov(config) -> tuple[int, float, float]:
   """The setting with the best NDCG@10 on the validation split."""
   table = runner.log_of(config).table
   ordered = recsys.order_events(table, 'random', 1000)
-  split = recsys.leave_last_out(ordered, 1)
+  split = recsys.leave_last_out(ordered, 1, unseen_only=True)
   quality = [
     np.mean(recsys.ndcg(_rank(recsys.markov_scores(split, *each), split)))
     for each in _GRID
@@ -74,14 +94,6 @@ def _ranks(config, workdir: Path, markov) -> dict[str, list[np.ndarray]]:
     runs = parts_lib.read_predictions(workdir / name / 'predictions.csv')
     found[name] = [run['rank'].astype(int) for run in runs]
   return found
-
-
-def _hit(rank: np.ndarray) -> np.ndarray:
-  return (rank <= 10).astype(float)
-
-
-def _gain(rank: np.ndarray) -> np.ndarray:
-  return np.where(rank <= 10, 1 / np.log2(1 + rank), 0.0)
 
 
 def _by_protocol(config) -> dict[str, list[int]]:
@@ -122,8 +134,19 @@ def _rows(config, ranks, long: bool) -> list[list[str]]:
   return rows
 
 
-def _differences(config, ranks, long: bool) -> list[list[str]]:
-  """Paired by user, runs of a protocol averaged per user, 95 % bootstrap."""
+def _gap(config, ranks, model, base, members, measure, long: bool):
+  """Paired by user, the runs of a protocol averaged per user: the interval."""
+  gaps = np.mean(
+    [measure(ranks[model][r]) - measure(ranks[base][r]) for r in members], 0
+  )
+  if long:
+    gaps = gaps[_long(config, members[0])]
+  return bootstrap_interval(
+    np.mean, gaps, samples=config.report.bootstrap, method='percentile'
+  )
+
+
+def _differences(config, ranks, measure, long: bool) -> list[list[str]]:
   rows = []
   pairs = [(m, b) for m in config.models for b in ('markov', 'sasrec')]
   for model, base in pairs:
@@ -131,45 +154,48 @@ def _differences(config, ranks, long: bool) -> list[list[str]]:
       continue
     cells = [f'{model} - {base}']
     for members in _by_protocol(config).values():
-      gaps = np.mean(
-        [_hit(ranks[model][r]) - _hit(ranks[base][r]) for r in members], 0
-      )
-      if long:
-        gaps = gaps[_long(config, members[0])]
-      one = bootstrap_interval(
-        np.mean, gaps, samples=config.report.bootstrap, method='percentile'
-      )
+      one = _gap(config, ranks, model, base, members, measure, long)
       cells.append(f'{one.value:+.4f} [{one.low:+.4f}, {one.high:+.4f}]')
     rows.append(cells)
   return rows
 
 
-def _verdict(config, ranks) -> str:
+def _counts(config, long: bool) -> list[int]:
+  """Users of each protocol."""
+  return [
+    int(np.sum(_long(config, r[0]) | (not long)))
+    for r in _by_protocol(config).values()
+  ]
+
+
+def _verdict(config, ranks) -> list[str]:
+  """A line for each model, measure and population, under random ties."""
   members = _by_protocol(config).get('random', [])
   if not members:
-    return 'No random orders were run, so nothing can be said of Markov.'
-  lines = []
-  for name in config.models:
-    gaps = np.mean(
-      [_hit(ranks[name][r]) - _hit(ranks['markov'][r]) for r in members], 0
-    )
-    one = bootstrap_interval(
-      np.mean, gaps, samples=config.report.bootstrap, method='percentile'
-    )
-    word = (
-      'beats' if one.low > 0 else 'loses to' if one.high < 0
-      else 'does not differ from'
-    )  # fmt: skip
-    better = sum(
-      _hit(ranks[name][r]).mean() > _hit(ranks['markov'][r]).mean()
-      for r in members
-    )
-    lines.append(
-      f'Under random ties `{name}` {word} Markov in HR@10 ({one.value:+.4f} '
-      f'[{one.low:+.4f}, {one.high:+.4f}]; ahead in {better} of {len(members)} '
-      'orders).'
-    )
-  return ' '.join(lines)
+    return ['No random orders were run, so nothing can be said of Markov.']
+  lines = ['Under random ties:', '']
+  for name, long in itertools.product(config.models, (False, True)):
+    mask = _long(config, members[0]) | (not long)
+    if mask.sum() < 2:
+      continue
+    who = 'users with more than 30 days' if long else 'all users'
+    for title, measure in _MEASURES.items():
+      one = _gap(config, ranks, name, 'markov', members, measure, long)
+      word = (
+        'beats' if one.low > 0 else 'loses to' if one.high < 0
+        else 'does not differ from'
+      )  # fmt: skip
+      better = sum(
+        measure(ranks[name][r])[mask].mean()
+        > measure(ranks['markov'][r])[mask].mean()
+        for r in members
+      )
+      lines.append(
+        f'- {who}: `{name}` {word} Markov in {title} ({one.value:+.4f} '
+        f'[{one.low:+.4f}, {one.high:+.4f}]; ahead in {better} of '
+        f'{len(members)} orders).'
+      )
+  return lines
 
 
 def write(config, workdir: Path) -> None:
@@ -180,31 +206,31 @@ def write(config, workdir: Path) -> None:
   ranks = _ranks(config, workdir, markov)
   d = config.data
   head = list(_by_protocol(config))
-  sizes = [len(ranks['markov'][r[0]]) for r in _by_protocol(config).values()]
+  which = ' (validation split)' if d.validation else ''
   lines = [
-    '# Next item on a real log', '', _verdict(config, ranks),
+    f'# Next item on a real log{which}', '', *_verdict(config, ranks),
     _NOTE.format(
       users=len(log.table.users), events=len(log.table.user),
       orders=d.random_orders, quantile=d.time_quantile, now=d.now,
-      lags=markov[0], decay=markov[1], smoothing=markov[2],
+      lags=markov[0], decay=markov[1], smoothing=markov[2], grid=len(_GRID),
     ),
   ]  # fmt: skip
-  for title, long in (('All users', False), ('More than 30 days', True)):
-    count = sizes
-    if long:
-      count = [
-        int(_long(config, r[0]).sum()) for r in _by_protocol(config).values()
-      ]
-      if min(count) < 2:
-        continue
+  for title, long in (
+    ('All users', False), ('More than 30 days of history', True),
+  ):  # fmt: skip
+    count = _counts(config, long)
+    if min(count) < 2:
+      continue
     columns = [f'{h} (n={n})' for h, n in zip(head, count, strict=True)]
     lines += [
       f'## {title}: HR@10 ± sd over runs / NDCG@10', '',
       parts_lib.markdown(['model', *columns], _rows(config, ranks, long)), '',
-      parts_lib.markdown(
-        ['difference of HR@10', *columns], _differences(config, ranks, long)
-      ), '',
     ]  # fmt: skip
+    for measure, function in _MEASURES.items():
+      rows = _differences(config, ranks, function, long)
+      lines += [
+        parts_lib.markdown([f'difference of {measure}', *columns], rows), '',
+      ]  # fmt: skip
   values = {
     protocol: {
       name: np.array([_hit(runs[r]).mean() for r in members])

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from tmlib import train
+from tmlib.config import config_field
 from tmlib.recsys.method import Outputs, build_stage, dumoe_stages
 from tmlib.recsys.options import DUMoEConfig
 
@@ -79,7 +80,8 @@ def model_of(config, **sizes) -> DUMoEConfig:
   m = config.model.to_dict()
   m['half_lives'] = tuple(m.pop('half_life_hours'))
   m['half_lives'] = tuple(3600.0 * hours for hours in m['half_lives'])
-  return DUMoEConfig(**(m | sizes))
+  with config_field('model'):
+    return DUMoEConfig(**(m | sizes))
 
 
 def _optimizer(config, steps: int):
@@ -98,6 +100,7 @@ def part_of(
   outputs: Outputs | None = None,
   predict: train.Data | None = None,
   names: Sequence[str] | None = None,
+  labels: Mapping[str, Sequence[str]] | None = None,
 ) -> train.Experiment:
   """One model: its stages, its data, its evaluation.
 
@@ -112,6 +115,7 @@ def part_of(
     outputs: of the evaluation.
     predict: pass for `--mode=predict`.
     names: of the example ids.
+    labels: {output: what its integers mean}.
 
   Returns:
     The experiment.
@@ -122,7 +126,12 @@ def part_of(
   )
   tags = tags if model.num_tags else None
   common: dict[str, Any] = dict(
-    data=data, runs=runs, evaluations=evaluations, predict=predict, names=names
+    data=data,
+    runs=runs,
+    evaluations=evaluations,
+    predict=predict,
+    names=names,
+    labels=labels,
   )
   if scheme == 'none':
     optimizer, schedule = _optimizer(config, config.train.steps)

@@ -66,6 +66,40 @@ def test_leave_last_out():
   assert [len(x) for x in last.history] == [1, 1]
 
 
+@pytest.mark.parametrize('skip', [3, 4, 9])
+def test_nothing_stays_of_who_is_skipped_whole(skip):
+  table = recsys.make_events([0] * 3, [1, 2, 3], [0, 1, 2])
+  split = recsys.leave_last_out(recsys.order_events(table), skip)
+  assert split.target.tolist() == [-1]
+  assert [len(x) for x in split.history] == [0]
+
+
+def test_repeats_are_not_foretold_where_seen_items_are_masked():
+  names = {'a': 'xyxzyx', 'b': 'xyz', 'c': 'xx'}
+  user = [u for u, items in names.items() for _ in items]
+  item = [i for items in names.values() for i in items]
+  ordered = recsys.order_events(
+    recsys.make_events(user, item, range(len(user))), 'file'
+  )
+  every = recsys.leave_last_out(ordered)
+  np.testing.assert_array_equal(every.target_items, [0, 2, 0])
+  # The seen target would be the only seen item that is a candidate.
+  with pytest.raises(ValueError, match='unseen_only'):
+    every.seen()
+  with pytest.raises(ValueError, match='unseen_only'):
+    recsys.query_windows(every, 4)
+  recsys.query_windows(every, 4, mask_seen=False)
+  new = recsys.leave_last_out(ordered, unseen_only=True)
+  np.testing.assert_array_equal(new.target, [3, 8, -1])
+  assert [x.tolist() for x in new.history] == [[0, 1, 2], [6, 7], [9, 10]]
+  seen = new.seen()
+  rank = recsys.target_rank(seen.astype(float), new.target_items, seen)
+  np.testing.assert_array_equal(rank, 1)  # z alone is left
+  # The validation split sees neither the test event nor what follows it.
+  held = recsys.leave_last_out(ordered, 1, unseen_only=True)
+  np.testing.assert_array_equal(held.target, [1, 7, -1])
+
+
 def test_time_split_never_looks_ahead():
   rng = np.random.default_rng(0)
   table = recsys.make_events(
@@ -91,7 +125,8 @@ def test_time_split_never_looks_ahead():
 def test_span_in_days():
   table = recsys.make_events([0, 0, 0], [0, 1, 2], [0, 86400, 3 * 86400])
   split = recsys.leave_last_out(recsys.order_events(table))
-  np.testing.assert_allclose(recsys.history_span(split), [3])
+  # The target is no history.
+  np.testing.assert_allclose(recsys.history_span(split), [1])
 
 
 def test_metrics_by_hand():
@@ -156,7 +191,12 @@ def test_markov_against_a_loop():
     (dict(user=[], item=[], time=[]), 'no event'),
     (dict(user=[1], item=[1, 2], time=[1]), 'item has 2'),
     (dict(user=[''], item=[1], time=[1]), 'empty name'),
+    (dict(user=[' '], item=[1], time=[1]), 'empty name'),
+    (dict(user=[np.nan, 1.0], item=[1, 2], time=[0, 1]), 'user: event 0'),
+    (dict(user=['a', np.nan], item=[1, 2], time=[0, 1]), 'user: event 1'),
+    (dict(user=['a', 'a'], item=['b', None], time=[0, 1]), 'item: event 1'),
     (dict(user=[1], item=[1], time=[np.nan]), 'nan'),
+    (dict(user=[1], item=[1], time=[-(2**63)]), 'milliseconds'),
     (dict(user=[1], item=[1], time=[881250949000]), 'milliseconds'),
     (
       dict(user=[1], item=[1], time=[1], features={'x': [[1, np.nan]]}),
@@ -168,6 +208,11 @@ def test_markov_against_a_loop():
 def test_bad_columns(arguments, match):
   with pytest.raises(ValueError, match=match):
     recsys.make_events(**arguments)
+
+
+def test_blanks_around_names_do_not_count():
+  table = recsys.make_events(['a', ' a', 'a '], ['x'] * 3, [0, 1, 2])
+  assert table.users == ('a',)
 
 
 def test_times_must_be_numbers():

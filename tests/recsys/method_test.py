@@ -106,6 +106,22 @@ def test_a_stage_moves_its_groups_and_no_other(stage):
   assert np.isfinite(metrics['loss'])
 
 
+@pytest.mark.parametrize('stage', ['experts', 'joint'])
+def test_diversity_pulls_on_experts_that_learn(stage):
+  moved = []
+  for weight in (0.0, 1.0):
+    made, state, batch = start(stage, support.config(diversity=weight))
+    experts = state.params['experts']
+    w_out = jax.random.normal(jax.random.key(3), experts['w_out'].shape)
+    centres = jax.random.normal(jax.random.key(1), (4, 8))
+    params = state.params | {
+      'experts': experts | {'w_out': w_out}, 'centres': centres,
+    }  # fmt: skip
+    new, _ = jax.jit(made.update)(state.replace(params=params), batch)
+    moved.append(new.params['experts']['w_out'])
+  assert float(jnp.abs(moved[0] - moved[1]).max()) > 1e-4
+
+
 def test_the_bias_follows_the_rule_of_the_load():
   config = support.config(balance='bias')
   made, state, batch = start('gate', config)
@@ -222,15 +238,23 @@ def test_outputs_of_an_evaluation():
   made = build(None)
   windows = support.take(support.arrays()[0], slice(0, 8))
   queries = support.take(support.arrays()[1], slice(0, 8))
-  queries['seen'][:, 1:5] = True
+  queries['seen'][0, 1:29] = True
   state = made.init(jax.random.key(0), windows)
   out = jax.jit(made.evaluate)(state, queries)['outputs']
   assert out['dropped'].shape == (8, 4)
   # The experts add nothing yet.
   np.testing.assert_array_equal(out['dropped'], np.tile(out['rank'], (4, 1)).T)
-  assert out['top'].shape == (8, 3)
-  assert not set(np.unique(out['top'])) & {0, 1, 2, 3, 4}
   assert out['tags'].shape == (8, 6)
+  # Without a target: recommendations, and nothing that looks like a figure.
+  del queries['target']
+  found = jax.jit(made.evaluate)(state, queries)
+  assert not found['sums']
+  assert set(found['outputs']) == {'id', 'top'}
+  top = np.asarray(found['outputs']['top'])
+  assert top.shape == (8, 3)
+  # Two candidates are left to the first: the third place is blank.
+  assert sorted(top[0]) == [0, 29, 30]
+  assert top[1:].min() > 0
 
 
 def test_sasrec_learns_a_cycle():

@@ -67,14 +67,13 @@ class Outputs(NamedTuple):
   """What an evaluation leaves beside ranks.
 
   Attributes:
-    top: items recommended, `top_0` the best; seen ones are left out.
-    labels: I + 1 numbers to write in place of the items' indices from 1.
+    top: items recommended where no target is given, `top_0` the best, counted
+      from 1; seen ones are left out, 0 where there are fewer.
     details: z, y, drift, weights of the paths, routing and tag logits.
     drop: ranks with each expert left out, [B, E].
   """
 
   top: int = 0
-  labels: tuple[int, ...] | None = None
   details: bool = False
   drop: bool = False
 
@@ -244,17 +243,29 @@ def _adapt(params, config, z, valid, route_valid, source, keys):
 
 
 def _evaluate(params, config, batch, source, outputs):
-  """Ranks of the last position's target, and what else was asked for."""
+  """Ranks of the last position's target, and what else was asked for.
+
+  A batch without targets, to recommend from, has no ranks and no sums.
+  """
   state = dumoe.encode(params, config, batch)
   valid = batch['item'] > 0
   adapted = dumoe.adapt(
     params, config, state.z, valid, source=source, last=True
   )
-  target, seen = batch['target'][:, -1], batch['seen']
+  seen, out = batch['seen'], {'id': batch['id']}
+  if 'target' not in batch:
+    if outputs.top:
+      scores = dumoe.catalogue_logits(params, adapted.y[:, -1])
+      scores, best = jax.lax.top_k(
+        jnp.where(seen, -jnp.inf, scores), outputs.top
+      )
+      out['top'] = jnp.where(scores > -jnp.inf, best, 0).astype(jnp.int32)
+    return {'sums': {}, 'outputs': out}
+  target = batch['target'][:, -1]
   rank_of = lambda y: target_rank(
     dumoe.catalogue_logits(params, y[:, -1]), target, seen
   )
-  out = {'id': batch['id'], 'rank': rank_of(adapted.y)}
+  out['rank'] = rank_of(adapted.y)
   rank = out['rank'].astype(jnp.float32)
   weight = batch['weight']
   real = weight > 0
@@ -264,13 +275,6 @@ def _evaluate(params, config, batch, source, outputs):
     'ndcg_10': add(jnp.where(rank <= 10, 1 / jnp.log2(1 + rank), 0)),
     'mrr': add(1 / rank),
   }
-  if outputs.top:
-    scores = dumoe.catalogue_logits(params, adapted.y[:, -1])
-    scores = jnp.where(seen, -jnp.inf, scores)
-    best = jax.lax.top_k(scores, outputs.top)[1]
-    if outputs.labels is not None:
-      best = jnp.asarray(outputs.labels, jnp.int32)[best]
-    out['top'] = best.astype(jnp.int32)
   if outputs.details:
     out |= {
       'z': state.z[:, -1],

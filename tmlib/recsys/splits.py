@@ -35,27 +35,44 @@ class Split(NamedTuple):
     """[users] int32, the items to foretell."""
     return self.table.item[self.target[self.users]]
 
-  def seen(self, users: np.ndarray | None = None) -> np.ndarray:
-    """[users, I] bool: items in the history of each user (with a target)."""
-    users = self.users if users is None else users
+  def seen(self) -> np.ndarray:
+    """[users, I] bool: items in the history of each user with a target.
+
+    Raises:
+      ValueError: if a target is among them: as the only seen item that is a
+        candidate it could be told from the mask.
+    """
+    users = self.users
     found = np.zeros((len(users), self.table.num_items), bool)
     for row, user in enumerate(users):
       found[row, self.table.item[self.history[user]]] = True
+    again = users[found[np.arange(len(users)), self.target_items]]
+    if len(again):
+      raise ValueError(
+        f'user {self.table.users[again[0]]!r} has the target in the history '
+        f'({len(again)} such users): split with unseen_only=True, or mask no '
+        'seen item'
+      )
     return found
 
 
-def leave_last_out(sequences: Sequences, skip: int = 0) -> Split:
+def leave_last_out(
+  sequences: Sequences, skip: int = 0, *, unseen_only: bool = False
+) -> Split:
   """The last event of each user is the target, all before it the history.
 
   Args:
     sequences: of `order_events`, whose order of ties decides which event is
       the last.
-    skip: events to drop from the end first: 1 gives the validation split that
-      never sees the test event.
+    skip: how often to drop the target and what follows it first: 1 gives the
+      validation split that never sees the test event.
+    unseen_only: skip repeats: the target is the last event whose item is new to
+      the user, as must be where seen items are no candidates; later events are
+      dropped. False foretells repeats too; then mask no seen item.
 
   Returns:
-    The split. A user with a single event (after `skip`) keeps it as history
-    and has no target.
+    The split. A user with a single event (after `skip`), or none that is new,
+    keeps them as history and has no target.
 
   Raises:
     ValueError: if skip is negative.
@@ -64,12 +81,21 @@ def leave_last_out(sequences: Sequences, skip: int = 0) -> Split:
     raise ValueError(f'skip={skip} must be at least 0')
   history, target = [], np.full(len(sequences.rows), -1, np.int64)
   for user, rows in enumerate(sequences.rows):
-    rows = rows[: len(rows) - skip] if skip else rows
-    if len(rows) > 1:
-      target[user] = rows[-1]
-      rows = rows[:-1]
+    for _ in range(min(skip, len(rows))):
+      rows = rows[: _last(sequences.table, rows, unseen_only)]
+    end = _last(sequences.table, rows, unseen_only)
+    if end > 0:
+      target[user] = rows[end]
+      rows = rows[:end]
     history.append(rows)
   return Split(sequences.table, tuple(history), target)
+
+
+def _last(table: EventTable, rows: np.ndarray, unseen_only: bool) -> int:
+  """Place of the last event in `rows`, or of the last new item; 0 if none."""
+  if not unseen_only or not len(rows):
+    return max(len(rows) - 1, 0)
+  return int(np.unique(table.item[rows], return_index=True)[1].max())
 
 
 def time_split(
@@ -120,11 +146,10 @@ def time_split(
 def history_span(split: Split) -> np.ndarray:
   """[U] float64: days from the first event of the history to the last.
 
-  The span includes the target where there is one.
+  The target is no part of it.
   """
   spans = np.zeros(len(split.history))
   for user, rows in enumerate(split.history):
-    rows = np.append(rows, split.target[user : user + 1])
-    times = split.table.time[rows[rows >= 0]]
+    times = split.table.time[rows]
     spans[user] = np.ptp(times) / 86400 if len(times) else 0
   return spans

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tmlib.moe.routing import Routing
+from tmlib.moe.routing import Routing, check_noise
 
 __all__ = ['BalanceSums', 'balance_losses', 'balance_sums', 'losses_of_sums']
 
@@ -22,6 +22,7 @@ class BalanceSums(NamedTuple):
   Attributes:
     tokens: [] float, routed tokens.
     counts: [E], assignments per expert.
+    firsts: [E], first choices per expert.
     probs: [E], sum of router probabilities.
     wins: [E], sum of the probability of being chosen under fresh noise; None
       without noise.
@@ -30,6 +31,7 @@ class BalanceSums(NamedTuple):
 
   tokens: jax.Array
   counts: jax.Array
+  firsts: jax.Array
   probs: jax.Array
   wins: jax.Array | None
   squared_logsumexp: jax.Array
@@ -63,10 +65,14 @@ def balance_sums(
 
   Returns:
     The sums; masked tokens count nowhere.
+
+  Raises:
+    ValueError: if noise_std is negative or not finite.
   """
+  check_noise(noise_std)
   mask = routing.mask[:, None]
   logits = logits.astype(jnp.float32)
-  chosen = jax.nn.one_hot(routing.experts, routing.num_experts).sum(1)
+  chosen = jax.nn.one_hot(routing.experts, routing.num_experts)
   # where before the square: padding may hold anything.
   safe = jnp.where(mask, logits, 0)
   partition = jax.nn.logsumexp(safe, axis=1)
@@ -76,7 +82,8 @@ def balance_sums(
     wins = jnp.where(mask, wins, 0).sum(0)
   return BalanceSums(
     tokens=mask.sum().astype(jnp.float32),
-    counts=chosen.sum(0),
+    counts=chosen.sum((0, 1)),
+    firsts=chosen[:, 0].sum(0),
     probs=routing.probs.sum(0),
     wins=wins,
     squared_logsumexp=jnp.where(mask[:, 0], partition**2, 0).sum(),
@@ -105,7 +112,7 @@ def losses_of_sums(sums: BalanceSums, k: int) -> dict[str, jax.Array]:
   fraction = sums.counts / (tokens * k)
   out = {
     'importance': _squared_variation(sums.probs),
-    'gshard': num_experts * (fraction * sums.probs / tokens).sum(),
+    'gshard': num_experts * (sums.firsts * sums.probs).sum() / tokens**2,
     'z': sums.squared_logsumexp / tokens,
     'load_frac': fraction,
     'load_cv': jnp.sqrt(_squared_variation(sums.counts)),
@@ -135,17 +142,17 @@ def balance_losses(
     - importance: CV^2 over experts of sum_t p_te, CV = std / mean.
     - load: CV^2 over experts of sum_t Pr(e among the top k | noise of the
       others); only with noise, without which it has no gradient.
-    - gshard: E sum_e f_e mean_t p_te, with f_e = n_e / (T K), which is 1 at a
-      uniform load for any k.
+    - gshard: E sum_e f_e mean_t p_te, with f_e the fraction of tokens whose
+      first choice is e, whatever k; 1 where those are spread evenly.
     - z: mean_t logsumexp(r_t)^2.
-    - load_frac: [E], f_e.
+    - load_frac: [E], n_e / (T K), with n_e the tokens that chose e at all.
     - load_cv: std / mean of n_e.
     - dead_frac: fraction of experts without a token.
 
   References:
     Shazeer et al. Outrageously large neural networks, 2017 (importance, load).
-    Lepikhin et al. GShard, 2021; Fedus et al. Switch transformers, 2022, for
-    k = 1 (gshard). Zoph et al. ST-MoE, 2022 (z).
+    Lepikhin et al. GShard, 2021, algorithm 1; Fedus et al. Switch transformers,
+    2022, for k = 1 (gshard). Zoph et al. ST-MoE, 2022 (z).
   """
   sums = balance_sums(routing, logits, noise_std=noise_std)
   if axis_name is not None:

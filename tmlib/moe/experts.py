@@ -6,6 +6,7 @@ slots per expert.
 y_t = sum_k w_tk f_e(x_t), e = experts_tk, f_e(x) = act(x W_in,e) W_out,e.
 """
 
+import math
 from collections.abc import Callable
 
 import chex
@@ -35,16 +36,23 @@ Activation = Callable[[jax.Array], jax.Array]
 IMPLS = ('auto', 'dense', 'capacity', 'blocked', 'scan', 'pallas', 'interpret')
 
 
+def _check_factor(capacity_factor: float) -> None:
+  if not 0 < capacity_factor < math.inf:
+    raise ValueError(
+      f'capacity_factor={capacity_factor} must be positive and finite; E / K '
+      'holds every token'
+    )
+
+
 def capacity_of(
   tokens: int, k: int, num_experts: int, capacity_factor: float
 ) -> int:
   """Slots per expert: ceil(factor T K / E), at least 1 and at most T.
 
   Raises:
-    ValueError: if the factor is not positive.
+    ValueError: if the factor is not positive and finite.
   """
-  if not capacity_factor > 0:
-    raise ValueError(f'capacity_factor={capacity_factor} must be positive')
+  _check_factor(capacity_factor)
   wanted = -(-capacity_factor * tokens * k // num_experts)
   return int(min(max(wanted, 1), max(tokens, 1)))
 
@@ -115,10 +123,16 @@ def _combined(routing: Routing | ExpertChoice) -> jax.Array:
   return jnp.einsum('tk,tke->te', routing.weights, hot)
 
 
+def _used(x: jax.Array, combined: jax.Array) -> jax.Array:
+  """x, zero where no expert is met: 0 * NaN is NaN in gradients too."""
+  return jnp.where((combined != 0).any(1, keepdims=True), x, 0)
+
+
 def _dense(x, w_in, w_out, routing, act):
+  combined = _combined(routing)
+  x = _used(x, combined)
   hidden = act(jnp.einsum('td,edf->tef', x, w_in))
   out = jnp.einsum('tef,efd->ted', hidden, w_out)
-  combined = _combined(routing)
   # where: an expert that overflows must not reach tokens of other experts.
   out = jnp.where(combined[..., None] != 0, out, 0)
   return jnp.einsum('te,ted->td', combined.astype(out.dtype), out)
@@ -131,8 +145,9 @@ def _scan(x, w_in, w_out, routing, act):
     out = jnp.where(weight[:, None] != 0, out, 0)
     return total + weight[:, None].astype(out.dtype) * out, None
 
-  combined = _combined(routing).T
-  return jax.lax.scan(add, jnp.zeros_like(x), (w_in, w_out, combined))[0]
+  combined = _combined(routing)
+  x = _used(x, combined)
+  return jax.lax.scan(add, jnp.zeros_like(x), (w_in, w_out, combined.T))[0]
 
 
 def _chosen(x, w_in, w_out, routing, act):
@@ -183,7 +198,7 @@ def _per_device(function, x, w_in, w_out, routing):
   )(x, w_in, w_out, routing)
 
 
-def _check(x, w_in, w_out, routing, impl):
+def _check(x, w_in, w_out, routing, impl, capacity_factor):
   chex.assert_rank([x, w_in, w_out], [2, 3, 3])
   num_experts, features, hidden = w_in.shape
   if w_out.shape != (num_experts, hidden, features):
@@ -200,6 +215,7 @@ def _check(x, w_in, w_out, routing, impl):
     )
   if impl not in IMPLS:
     raise ValueError(f'impl={impl!r} must be one of {IMPLS}')
+  _check_factor(capacity_factor)
 
 
 def expert_mlp(
@@ -219,7 +235,7 @@ def expert_mlp(
   slot (`kept` says which). An expert without tokens gets zero gradient.
 
   Args:
-    x: [T, D], float.
+    x: [T, D], float; a token without an expert may hold anything.
     w_in: [E, D, F], float.
     w_out: [E, F, D], float.
     routing: of `topk_route`, or of `expert_choice_route`, for which every
@@ -230,16 +246,17 @@ def expert_mlp(
       insists on the kernel, 'interpret' runs it in the interpreter; 'capacity'
       gives each expert `capacity_factor T K / E` slots; 'scan' and 'dense'
       compute every expert on every token.
-    capacity_factor: > 0, for 'capacity'.
+    capacity_factor: in (0, inf), for 'capacity'.
     block: rows of a block, for 'blocked' and the kernels.
 
   Returns:
     [T, D], dtype of x.
 
   Raises:
-    ValueError: on shapes that disagree, an unknown impl, or a factor <= 0.
+    ValueError: on shapes that disagree, an unknown impl, or, with any impl, a
+      factor that is not positive and finite.
   """
-  _check(x, w_in, w_out, routing, impl)
+  _check(x, w_in, w_out, routing, impl, capacity_factor)
   if impl == 'dense':
     out = _dense(x, w_in, w_out, routing, act)
   elif impl == 'scan':

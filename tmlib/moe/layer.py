@@ -11,7 +11,12 @@ import jax.numpy as jnp
 
 from tmlib.moe.balance import balance_losses
 from tmlib.moe.experts import Activation, capacity_of, expert_mlp, kept
-from tmlib.moe.routing import expert_choice_route, topk_route
+from tmlib.moe.routing import (
+  check_k,
+  check_noise,
+  expert_choice_route,
+  topk_route,
+)
 
 __all__ = ['MoELayer']
 
@@ -22,7 +27,7 @@ class MoELayer(nn.Module):
   Attributes:
     num_experts: E.
     hidden: units per expert.
-    k: experts per token; for 'expert' choice, the average.
+    k: experts per token, in [1, E]; for 'expert' choice, the average.
     router: 'token' (each token takes its k experts) or 'expert' (each expert
       takes its tokens: not causal, not for serving).
     normalize: 'post' or 'pre', see `topk_route`.
@@ -77,8 +82,13 @@ class MoELayer(nn.Module):
         choice has `dropped_frac`, the tokens without an expert, alone.
 
     Raises:
-      ValueError: for a router, k or impl out of range.
+      ValueError: for num_experts, hidden, k, noise_std, capacity_factor, router
+        or impl out of range.
     """
+    check_k(self.k, self.num_experts)
+    check_noise(self.noise_std)
+    if self.hidden < 1:
+      raise ValueError(f'hidden={self.hidden} must be at least 1')
     if self.router not in ('token', 'expert'):
       raise ValueError(f"router={self.router!r} must be 'token' or 'expert'")
     lead, features = x.shape[:-1], x.shape[-1]

@@ -5,15 +5,19 @@ Axes: T tokens, E experts, K experts per token, C tokens per expert, G groups.
 Routers compute in float32 whatever the dtype of the logits.
 """
 
+import math
 from typing import NamedTuple
 
 import chex
 import jax
+import jax.core
 import jax.numpy as jnp
 
 __all__ = [
   'ExpertChoice',
   'Routing',
+  'check_k',
+  'check_noise',
   'expert_choice_route',
   'group_route',
   'topk_route',
@@ -67,12 +71,23 @@ class ExpertChoice(NamedTuple):
     return self.probs.shape[-1]
 
 
-def _check_k(k: int, num_experts: int) -> None:
+def check_k(k: int, num_experts: int) -> None:
+  """Raises a ValueError unless there are experts and k lies in [1, E]."""
   if num_experts < 1:
-    raise ValueError('logits have no expert: the last axis is empty')
+    raise ValueError(
+      f'num_experts={num_experts} leaves no expert to route to; take at least 1'
+    )
   if not 1 <= k <= num_experts:
     raise ValueError(
       f'k={k} must lie in [1, {num_experts}], the number of experts'
+    )
+
+
+def check_noise(noise_std: float) -> None:
+  """Raises a ValueError unless the scale of the noise lies in [0, inf)."""
+  if not 0 <= noise_std < math.inf:
+    raise ValueError(
+      f'noise_std={noise_std} must be finite and not negative; 0 is no noise'
     )
 
 
@@ -97,13 +112,15 @@ def topk_route(
     logits: [T, E], float, r.
     k: experts per token, in [1, E].
     key: PRNG key of the noise; required where noise_std > 0.
-    noise_std: scale of the noise, >= 0; 0 at inference.
+    noise_std: scale of the noise, finite and >= 0; 0 at inference.
     normalize: 'post' or 'pre', where the softmax stands.
     bias: [E], float, added for the selection alone (see `update_bias`).
-    mask: [T], bool, False for padding, which meets no expert.
+    mask: [T], bool, False for padding, which meets no expert and may hold
+      anything.
 
   Returns:
-    The routing. Gradients flow through weights and probs.
+    The routing. Gradients flow through weights and probs; those of a masked
+    token are zero.
 
   Raises:
     ValueError: if k, noise_std, normalize or the shapes are out of range.
@@ -116,12 +133,15 @@ def topk_route(
   """
   chex.assert_rank(logits, 2)
   tokens, num_experts = logits.shape
-  _check_k(k, num_experts)
+  check_k(k, num_experts)
+  check_noise(noise_std)
   if normalize not in ('pre', 'post'):
     raise ValueError(f"normalize={normalize!r} must be 'pre' or 'post'")
-  if noise_std < 0:
-    raise ValueError(f'noise_std={noise_std} must not be negative')
   clean = logits.astype(jnp.float32)
+  if mask is not None:
+    chex.assert_shape(mask, (tokens,))
+    # Before the softmax too: its gradient at NaN is NaN whatever follows.
+    clean = jnp.where(mask[:, None], clean, 0)
   noisy = clean
   if noise_std > 0:
     if key is None:
@@ -144,7 +164,6 @@ def topk_route(
     weights = jax.nn.softmax(weights)
   probs = jax.nn.softmax(clean)
   if mask is not None:
-    chex.assert_shape(mask, (tokens,))
     weights = jnp.where(mask[:, None], weights, 0)
     experts = jnp.where(mask[:, None], experts, num_experts)
     probs = jnp.where(mask[:, None], probs, 0)
@@ -163,7 +182,7 @@ def expert_choice_route(
   Args:
     logits: [T, E], float.
     capacity: C, tokens per expert, in [1, T].
-    mask: [T], bool, False for padding.
+    mask: [T], bool, False for padding, which may hold anything.
 
   Returns:
     The choice; a token may have no expert, or all of them.
@@ -176,14 +195,17 @@ def expert_choice_route(
   """
   chex.assert_rank(logits, 2)
   tokens, num_experts = logits.shape
-  _check_k(1, num_experts)
+  check_k(1, num_experts)
   if not 1 <= capacity <= tokens:
     raise ValueError(
       f'capacity={capacity} must lie in [1, {tokens}], the number of tokens'
     )
-  probs = jax.nn.softmax(logits.astype(jnp.float32))
+  logits = logits.astype(jnp.float32)
   if mask is not None:
     chex.assert_shape(mask, (tokens,))
+    logits = jnp.where(mask[:, None], logits, 0)
+  probs = jax.nn.softmax(logits)
+  if mask is not None:
     probs = jnp.where(mask[:, None], probs, 0)
   weights, chosen = jax.lax.top_k(probs.T, capacity)
   if mask is not None:
@@ -208,7 +230,9 @@ def group_route(
 
   Args:
     logits: [T, E], float.
-    groups: [T] int32 in [0, G), the group of each token.
+    groups: [T] int32 in [0, G), the group of each token; that of padding is
+      not looked at. Under jit, where ids cannot be refused, a token with an id
+      out of range is padding.
     num_groups: G.
     k: experts per group.
     mask: [T], bool, False for padding, which counts in no mean.
@@ -219,10 +243,19 @@ def group_route(
     route group means with `topk_route` instead.
 
   Raises:
-    ValueError: as `topk_route`.
+    ValueError: as `topk_route`, and on ids out of range outside jit.
   """
   chex.assert_rank([logits, groups], [2, 1])
-  ok = jnp.ones(groups.shape, bool) if mask is None else mask
+  valid = jnp.ones(groups.shape, bool) if mask is None else mask
+  inside = (groups >= 0) & (groups < num_groups)
+  wrong = valid & ~inside
+  if not isinstance(wrong, jax.core.Tracer) and wrong.any():
+    raise ValueError(
+      f'groups holds {groups[wrong][0]} at token {wrong.argmax()}, but must '
+      f'lie in [0, {num_groups}); raise num_groups or mask the token'
+    )
+  ok = valid & inside
+  groups = jnp.where(ok, groups, 0)
   values = jnp.where(ok[:, None], logits.astype(jnp.float32), 0)
   total = jax.ops.segment_sum(values, groups, num_groups)
   count = jax.ops.segment_sum(ok.astype(jnp.float32), groups, num_groups)

@@ -58,7 +58,9 @@ def make_task(config, study, fold) -> Task:
 
 def aux_weights(config) -> dict[str, float]:
   """Weights of the model's auxiliary losses, as its authors use them."""
-  return dict(MODELS[config.model].aux_weights)
+  spec = MODELS[config.model]
+  absent = () if config.task == 'subtype' else spec.class_losses
+  return {k: v for k, v in spec.aux_weights.items() if k not in absent}
 
 
 def _subtype(config, study, fold) -> Task:

@@ -146,7 +146,8 @@ def test_predicting_what_does_not_fit_is_named(trained, tmp_path):
 @pytest.mark.parametrize(
   ('task', 'model', 'words'),
   [
-    ('survival_nll', 'gated_abmil', ['C-index', 'Log-rank', 'c_index_ipcw']),
+    ('survival_nll', 'clam_sb', ['C-index', 'Log-rank', 'c_index_ipcw']),
+    ('survival_nll', 'dsmil', ['C-index', 'Log-rank']),
     ('survival_cox', 'tmevolve', ['C-index', 'Log-rank']),
     ('expression', 'gated_abmil', ['pearson', 'constant_genes']),
   ],

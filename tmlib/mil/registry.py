@@ -25,6 +25,7 @@ class ModelSpec(NamedTuple):
     options: attributes that the name fixes in advance.
     aux_weights: weights of its auxiliary losses as its authors use them,
       relative to the loss of the bag.
+    class_losses: those of them that exist only where bags have classes.
     needs_graph: reads `bag.graph`.
     needs_text: takes `text`, embeddings of a text encoder.
   """
@@ -33,8 +34,16 @@ class ModelSpec(NamedTuple):
   name: str
   options: Mapping[str, Any] = {}
   aux_weights: Mapping[str, float] = {}
+  class_losses: tuple[str, ...] = ()
   needs_graph: bool = False
   needs_text: bool = False
+
+
+def _clam(multi_branch: bool) -> ModelSpec:
+  return ModelSpec(
+    'tmlib.mil.clam', 'CLAM', {'multi_branch': multi_branch},
+    aux_weights={'instance': 3 / 7}, class_losses=('instance',),
+  )  # fmt: skip
 
 
 def _pool(pool: str, space: str = 'embedding') -> ModelSpec:
@@ -56,12 +65,8 @@ MODELS: dict[str, ModelSpec] = {
   'top_k_instance': _pool('top_k', 'instance'),
   'abmil': ModelSpec('tmlib.mil.models', 'ABMIL', {'gated': False}),
   'gated_abmil': ModelSpec('tmlib.mil.models', 'ABMIL'),
-  'clam_sb': ModelSpec(
-    'tmlib.mil.clam', 'CLAM', aux_weights={'instance': 3 / 7}
-  ),
-  'clam_mb': ModelSpec(
-    'tmlib.mil.clam', 'CLAM', {'multi_branch': True}, {'instance': 3 / 7}
-  ),
+  'clam_sb': _clam(multi_branch=False),
+  'clam_mb': _clam(multi_branch=True),
   'dsmil': ModelSpec('tmlib.mil.dsmil', 'DSMIL', aux_weights={'instance': 1.0}),
   'dtfd': ModelSpec('tmlib.mil.dtfd', 'DTFD', aux_weights={'tier1': 1.0}),
   'transmil': ModelSpec('tmlib.mil.transmil', 'TransMIL'),

@@ -10,7 +10,7 @@ import jax
 
 from kernels_pallas.tuning.chips import Chip, find_chip
 from kernels_pallas.tuning.kernels import find_kernels
-from kernels_pallas.tuning.profile import profile
+from kernels_pallas.tuning.profiles import profile
 
 __all__ = ['Ranked', 'autotune']
 

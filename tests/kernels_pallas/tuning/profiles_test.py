@@ -12,7 +12,7 @@ from kernels_pallas.softmax_attention import Blocks, attention
 from kernels_pallas.tuning import CHIPS, find_kernels, profile
 from kernels_pallas.tuning.cases import backward
 from kernels_pallas.tuning.compile_one import find_estimates
-from kernels_pallas.tuning.profile import (
+from kernels_pallas.tuning.profiles import (
   occupancy,
   parse_bundles,
   parse_launch,

@@ -8,6 +8,11 @@ from kernels_pallas.graph.api import (
   ell_spmm,
   ell_transpose,
 )
+from kernels_pallas.graph.block_sparse import (
+  TiledGraph,
+  TiledLayout,
+  tiled_layout,
+)
 from kernels_pallas.graph.halo import halo_exchange, shard_graph
 from kernels_pallas.graph.patch_graph import PatchGraph
 from kernels_pallas.graph.pooling import Gate, segment_pool
@@ -24,6 +29,8 @@ __all__ = [
   'PatchGraph',
   'RasterGraph',
   'RasterLayout',
+  'TiledGraph',
+  'TiledLayout',
   'diffuse',
   'ell_diffuse',
   'ell_diffuse2',
@@ -35,5 +42,6 @@ __all__ = [
   'raster_layout',
   'segment_pool',
   'shard_graph',
+  'tiled_layout',
   'to_raster',
 ]

@@ -7,11 +7,12 @@ must be called inside `shard_map`.
 
 `implementation`: None of the `ell_` functions is jax.numpy with derivatives of
 our own, of any order in reverse mode; None of `diffuse` is Pallas on GPU, and
-on TPU for a `RasterGraph`, and the same jax.numpy elsewhere, decided when the
-program is compiled. "pallas" insists on Pallas; "xla" (or "reference") is plain
-jax.numpy without rules of its own, which also has forward mode; "interpret" and
-"interpret_gpu" run the TPU's and the GPU's body in Pallas' interpreter. A TPU
-has no body of its own but for a `RasterGraph`, and none for inner products.
+on TPU for a `RasterGraph` or a `TiledGraph`, and the same jax.numpy elsewhere,
+decided when the program is compiled. "pallas" insists on Pallas; "xla" (or
+"reference") is plain jax.numpy without rules of its own, which also has forward
+mode; "interpret" and "interpret_gpu" run the TPU's and the GPU's body in
+Pallas' interpreter. A TPU has a body for these two graphs only, and none for
+inner products.
 
 Under a mesh (`jax.set_mesh`) whose axes are of type Auto, the Pallas bodies
 divide the first leading axis over 'data' where it divides it.
@@ -30,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.common.checks import check_implementation
-from kernels_pallas.graph import reference, stencil, vjp
+from kernels_pallas.graph import block_sparse, reference, stencil, vjp
 from kernels_pallas.graph.patch_graph import PatchGraph
 
 __all__ = [
@@ -51,10 +52,12 @@ def _path(
     check_implementation(implementation, vjp.refusal(graph, *arrays))
   if implementation in ('xla', 'reference'):
     return getattr(reference, name)
-  if implementation == 'interpret' and not stencil.takes(graph):
+  on_tpu = stencil.takes(graph) or block_sparse.takes(graph)
+  if implementation == 'interpret' and not on_tpu:
     raise ValueError(
-      'implementation="interpret": the TPU has no body for a graph that is not '
-      'a RasterGraph; make one with raster_layout, or use None or "xla"'
+      'implementation="interpret": the TPU has no body for a graph that is '
+      'neither a RasterGraph nor a TiledGraph; make one with raster_layout or '
+      'tiled_layout, or use None or "xla"'
     )
   return functools.partial(getattr(vjp, name), implementation)
 

@@ -21,7 +21,6 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.common.padding import pad_axis
 from kernels_pallas.graph.patch_graph import PatchGraph
 from kernels_pallas.graph.raster import DIRECTIONS, RasterGraph, shift
-from kernels_pallas.graph.reference import transpose
 
 __all__ = [
   'gated_adjoint',
@@ -210,6 +209,17 @@ def gated_deltas(
   return _sum(graph, 'delta', weights, None, gates, x, interpret)
 
 
+def _turn(graph: Any, w: jax.Array) -> jax.Array:
+  """`reference.transpose` by shifts."""
+  planes = jnp.where(graph.emask, w, 0).reshape(
+    *w.shape[:-2], *graph.grid, w.shape[-1]
+  )
+  back = range(len(DIRECTIONS))
+  parts = [shift(planes[..., 7 - k : 8 - k], k) for k in back]
+  turned = jnp.concatenate(parts, -1).reshape(w.shape)
+  return jnp.where(graph.emask, turned, 0)
+
+
 def gated_adjoint(
   graph: PatchGraph,
   weights: Arrays,
@@ -218,7 +228,7 @@ def gated_adjoint(
   interpret: Any = False,
 ) -> jax.Array:
   """The function of `reference.gated_adjoint`."""
-  turned = [transpose(graph, w) for w in weights]
+  turned = [_turn(graph, w) for w in weights]
   clean = lambda w: jnp.where(graph.emask, w, 0).astype(jnp.float32)
   left = [jnp.sum(clean(w), -1) for w in weights]
   return _sum(graph, 'adjoint', turned, left, gates, g, interpret)

@@ -79,7 +79,7 @@ def _run(name: str, implementation: str | None, *args: Any) -> Any:
   if implementation is None and refusal(graph, *jax.tree.leaves(args[1:])):
     return plain(*args)
   # The bodies are imported where they are asked for: Triton's may be gone.
-  from kernels_pallas.graph import gpu, stencil
+  from kernels_pallas.graph import block_sparse, gpu, stencil
 
   def body(module: Any, **how: Any) -> Callable[..., Any]:
     function = functools.partial(getattr(module, name), **how)
@@ -87,13 +87,14 @@ def _run(name: str, implementation: str | None, *args: Any) -> Any:
 
   if implementation == 'interpret_gpu':
     return body(gpu, interpret=True)(*args)
-  on_raster = stencil.takes(graph) and hasattr(stencil, name)
+  known = (m for m in (stencil, block_sparse) if m.takes(graph))
+  on_tpu = next((m for m in known if hasattr(m, name)), None)
   if implementation == 'interpret':
-    return body(stencil, interpret=True)(*args) if on_raster else plain(*args)
+    return (body(on_tpu, interpret=True) if on_tpu else plain)(*args)
   branches = {'cuda': body(gpu)}
-  if on_raster:
-    branches['tpu'] = body(stencil)
-  if implementation is None or not on_raster:
+  if on_tpu:
+    branches['tpu'] = body(on_tpu)
+  if implementation is None or not on_tpu:
     branches['default'] = plain
   return jax.lax.platform_dependent(*args, **branches)
 

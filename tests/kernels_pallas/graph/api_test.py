@@ -398,7 +398,7 @@ def tiny():
   ('path', 'match'),
   [
     ('pallas', 'has no CPU body'),
-    ('interpret', 'make one with raster_layout'),
+    ('interpret', 'neither a RasterGraph nor a TiledGraph'),
     ('fast', "implementation='fast' must be one of"),
   ],
 )

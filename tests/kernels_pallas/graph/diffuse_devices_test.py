@@ -14,15 +14,19 @@ from jax.sharding import PartitionSpec as P
 from kernels_pallas.graph import (
   PatchGraph,
   RasterGraph,
+  TiledGraph,
+  block_sparse,
   diffuse,
   ell_sddmm,
   ell_spmm,
   raster_layout,
   reference,
   stencil,
+  tiled_layout,
 )
 from kernels_pallas.graph.shapes import SHAPES, tissue_mask
 from tests.kernels_pallas import gpu_targets, tpu_targets
+from tmlib.ops.graph import ell_from_grid
 
 
 def leaves(nodes, slots, features, dtype, lead=()):
@@ -76,6 +80,30 @@ def test_tpu(chip, dtype):
   )
   # The step and the gradient of x.
   assert text.count('custom_call_target="tpu_custom_call"') == 2
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+  ('chip', 'dtype'), each(tpu_targets.CHIPS, [('v5e:2x2', 'float32')])
+)
+def test_tiles_on_a_tpu(chip, dtype):
+  nodes, pairs = 1280, 28
+  lists = [((pairs,), jnp.int32)] * 2
+
+  def run(row, column, *rest):
+    make = functools.partial(TiledGraph, row=row, column=column)
+    if forward:
+      *table, wa, wb, x = rest
+      return diffuse(make(*table), wa, wb, 0.3, 0.2, x)
+    return gradients(make, *rest)
+
+  # Gradients gather weights, asynchronously where a chip has sparse cores; the
+  # older jaxlib can not read that program back.
+  forward = jax.__version_info__ < (0, 12) and chip[:3] not in ('v4:', 'v5e')
+  shapes = lists + leaves(nodes, 8, 128, dtype)
+  text = tpu_targets.compile_for_tpu(chip, run, shapes)
+  count = text.count('custom_call_target="tpu_custom_call"')
+  assert count == (1 if forward else 2)
 
 
 @pytest.mark.aot
@@ -183,4 +211,22 @@ def test_the_stencil_reads_only_what_was_written(kind, monkeypatch):
   got = getattr(stencil, name)(graph, weights, gates, x, interpret=watched)
   assert not interpret_pallas_call.races.races_found
   want = getattr(reference, name)(graph, weights, gates, x)
+  np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_tiles_read_only_what_was_written():
+  rng = np.random.default_rng(0)
+  table = ell_from_grid(tissue_mask(20, 14, 200))
+  graph = jax.tree.map(jnp.asarray, tiled_layout(table).graph)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  weights = tuple(draw(*graph.nbr.shape) for _ in '12')
+  gates = tuple(draw(1, 20) for _ in '12')
+  args = graph, weights, gates, draw(graph.num_nodes, 20)
+  watched = pltpu.InterpretParams(
+    detect_races=True, uninitialized_memory='nan', num_cores_or_threads=2
+  )
+  got = block_sparse.gated_deltas(*args, interpret=watched)
+  assert not interpret_pallas_call.races.races_found
+  want = reference.gated_deltas(*args)
   np.testing.assert_allclose(got, want, atol=1e-4)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_pallas import diffuse, ell_sddmm, ell_spmm
-from kernels_pallas.graph import raster_layout
+from kernels_pallas.graph import raster_layout, tiled_layout
 from kernels_pallas.graph.shapes import tissue_mask
 from tmlib.ops.graph import ell_from_edges, to_dense
 
@@ -102,6 +102,19 @@ def test_any_graph(path, seed, features):
     graph = random_graph(seed, 20 + seed % 30)
   args = operands(graph, features, seed)
   close(derive(path, graph, *arrays(args)), dense(graph, *args), 1e-5)
+
+
+def test_tiles_of_any_graph():
+  """Two tiles of nodes in an order of no meaning, and lonely ones."""
+  table = random_graph(4, 150, 20)
+  order = np.random.default_rng(0).permutation(170)
+  graph = jax.tree.map(jnp.asarray, tiled_layout(table, order).graph)
+  args = operands(graph, 5)
+  lonely = ~np.asarray(graph.emask).any(1)[:, None]
+  assert lonely.any()
+  want = dense(graph, *args)
+  args[4] = np.where(lonely, np.nan, args[4])
+  close(derive('interpret', graph, *arrays(args)), want, 1e-5)
 
 
 @pytest.mark.parametrize('path', PATHS)

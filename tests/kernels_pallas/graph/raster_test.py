@@ -1,5 +1,7 @@
 """Graphs on their whole grid: the layout, and what it costs."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +11,18 @@ from kernels_pallas.graph import (
   diffuse,
   from_raster,
   raster_layout,
+  tiled_layout,
   to_raster,
 )
 from kernels_pallas.graph.raster import DIRECTIONS, shift
 from kernels_pallas.graph.shapes import SHAPES, tissue_mask
-from tmlib.ops.graph import ell_from_grid, to_dense, validate_graph
+from tmlib.ops.graph import (
+  ell_from_edges,
+  ell_from_grid,
+  morton_order,
+  to_dense,
+  validate_graph,
+)
 
 
 @pytest.mark.parametrize('connectivity', [4, 8])
@@ -91,3 +100,44 @@ def test_a_shift_looks_in_its_direction():
 def test_bad_input_is_named(ij, options, error, match):
   with pytest.raises(error, match=match):
     raster_layout(ij, **options)
+
+
+def test_tiles_hold_the_same_graph():
+  ij = tissue_mask(30, 20, 300)
+  table = ell_from_grid(ij)
+  layout = tiled_layout(table, morton_order(ij))
+  graph = layout.graph
+  validate_graph(graph)
+  assert graph.num_nodes == 384
+  dense = to_dense(graph)
+  np.testing.assert_array_equal(
+    dense[np.ix_(layout.place, layout.place)], to_dense(table)
+  )
+  tiles = dense.reshape(3, 128, 3, 128).any((1, 3)) | np.eye(3, dtype=bool)
+  np.testing.assert_array_equal(np.argwhere(tiles).T, [graph.row, graph.column])
+  entries, edges = tiles.sum() * 128**2, table.emask.sum()
+  assert layout.fill == edges / entries
+  assert layout.waste == (entries - edges) / edges
+  assert layout.padding == 84 / 384
+  np.testing.assert_array_equal(layout.node[layout.place], np.arange(300))
+
+
+def test_a_tile_without_an_edge_is_visited():
+  layout = tiled_layout(ell_from_edges([[0, 1], [1, 0]], 300))
+  np.testing.assert_array_equal(layout.graph.row, [0, 1, 2])
+
+
+def test_tiles_want_one_whole_graph():
+  table = ell_from_edges([[0, 1], [1, 0]], 4)
+  two = jax.tree.map(lambda x: np.stack([x, x]), table)
+  for graph, order, match in (
+    (two, None, 'one whole graph'),
+    (table, [0, 0, 1, 2], 'permutation of the 4 nodes'),
+    (
+      dataclasses.replace(table, nbr=table.nbr + 3),
+      None,
+      r'must lie in \[0, 4\)',
+    ),
+  ):
+    with pytest.raises(ValueError, match=match):
+      tiled_layout(graph, order)

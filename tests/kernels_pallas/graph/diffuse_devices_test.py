@@ -26,7 +26,6 @@ from kernels_pallas.graph import (
 )
 from kernels_pallas.graph.shapes import SHAPES, tissue_mask
 from tests.kernels_pallas import gpu_targets, tpu_targets
-from tmlib.ops.graph import ell_from_grid
 
 
 def leaves(nodes, slots, features, dtype, lead=()):
@@ -216,6 +215,9 @@ def test_the_stencil_reads_only_what_was_written(kind, monkeypatch):
 
 @pytest.mark.slow
 def test_tiles_read_only_what_was_written():
+  # Here, so that the compilers' tests need jax only.
+  from tmlib.ops.graph import ell_from_grid
+
   rng = np.random.default_rng(0)
   table = ell_from_grid(tissue_mask(20, 14, 200))
   graph = jax.tree.map(jnp.asarray, tiled_layout(table).graph)

@@ -133,8 +133,6 @@ def _gate_terms(params, config, adapted, axis_name, noise):
     surplus = jax.lax.stop_gradient(found['load_frac']) - 1 / config.experts
     pull = jnp.sum(surplus * params['bias'])
     terms += pull - jax.lax.stop_gradient(pull)
-  if config.diversity:
-    terms += config.diversity * diversity_loss(params['experts']['w_out'])
   return terms, found
 
 
@@ -220,6 +218,9 @@ def build_stage(
       terms, found = _gate_terms(params, config, adapted, axis_name, noise)
       if source == 'gate' and stage != 'distil':
         total = total + count * terms
+      if config.diversity and 'experts' in learn:
+        apart = diversity_loss(params['experts']['w_out'])
+        total = total + count * config.diversity * apart
       for name in ('importance', 'gshard', 'load_cv', 'dead_frac'):
         aux[name] = (found[name], one)
     return total, count, aux

@@ -24,7 +24,6 @@ import argparse
 import json
 import pathlib
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -190,20 +189,6 @@ def measure(task: str, args) -> dict[str, Any]:
   }  # fmt: skip
 
 
-def start(task: str, python: str) -> dict[str, Any] | None:
-  """Measures in a child process; None where torchmil is missing."""
-  command = [python, __file__, *sys.argv[1:], f'--only={task}']
-  done = subprocess.run(
-    command, capture_output=True, text=True,
-    check=False,
-  )  # fmt: skip
-  if done.returncode and 'No module named' in done.stderr:
-    return None
-  if done.returncode:
-    raise RuntimeError(done.stderr[-2000:])
-  return json.loads(done.stdout.splitlines()[-1])
-
-
 def main() -> None:
   """Parses the command line and measures each model in a child process."""
   parser = argparse.ArgumentParser(
@@ -219,6 +204,8 @@ def main() -> None:
   if args.only:
     print(json.dumps(measure(args.only, args)))
     return
+  from experiments.benchmarks.child import measured
+
   print(
     f'P={args.features}, one bag, float32: loss and gradient; fastest of '
     f'{args.repeats}; ratio = torchmil / tmlib\n'
@@ -229,8 +216,8 @@ def main() -> None:
     if model not in MODELS:
       parser.error(f'--models={model}: allowed are {", ".join(MODELS)}')
     for patches in args.patches.split(','):
-      ours = start(f'tmlib,{model},{patches}', sys.executable)
-      theirs = start(f'torchmil,{model},{patches}', args.torch)
+      ours = measured(__file__, f'tmlib,{model},{patches}', sys.executable)
+      theirs = measured(__file__, f'torchmil,{model},{patches}', args.torch)
       for library, row in (('torchmil', theirs), ('tmlib', ours)):
         if row is None:
           print(f'{model:12} {patches:>8} {library:>9} is not installed')

@@ -15,7 +15,6 @@ has torch, where this one has not.
 import argparse
 import json
 import pathlib
-import subprocess
 import sys
 import tempfile
 import time
@@ -152,17 +151,6 @@ def theirs(args, data) -> tuple[float, float]:
   return time.perf_counter() - start, auc(data, score)
 
 
-def child(library: str, python: str, path: pathlib.Path) -> Any:
-  """Measures in a child process; None where torch is missing."""
-  command = [python, __file__, *sys.argv[1:], f'--only={library}:{path}']
-  done = subprocess.run(command, capture_output=True, text=True, check=False)
-  if done.returncode and 'No module named' in done.stderr:
-    return None
-  if done.returncode:
-    raise RuntimeError(done.stderr[-2000:])
-  return json.loads(done.stdout.splitlines()[-1])
-
-
 def main() -> None:
   """Parses the command line, measures both in turns and prints the ratio."""
   parser = argparse.ArgumentParser(
@@ -181,6 +169,8 @@ def main() -> None:
     data = dict(np.load(path))
     print(json.dumps((ours if library == 'tmlib' else theirs)(args, data)))
     return
+  from experiments.benchmarks.child import measured
+
   rows: dict[str, list[Any]] = {'tmlib': [], 'torch': []}
   with tempfile.TemporaryDirectory() as folder:
     path = pathlib.Path(folder) / 'folds.npz'
@@ -188,7 +178,7 @@ def main() -> None:
     runs = len(np.load(path)['repeat'])
     for _ in range(args.repeats):
       for library, python in (('tmlib', sys.executable), ('torch', args.torch)):
-        row = child(library, python, path)
+        row = measured(__file__, f'{library}:{path}', python)
         if row is None:
           print(f'{library} is not installed')
         else:

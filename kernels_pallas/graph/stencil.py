@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.common.padding import pad_axis
+from kernels_pallas.common.padding import pad_axis, round_up
 from kernels_pallas.graph.patch_graph import PatchGraph
 from kernels_pallas.graph.raster import DIRECTIONS, RasterGraph, shift
 
@@ -51,10 +51,6 @@ class _Plan(NamedTuple):
 def takes(graph: PatchGraph) -> bool:
   """Whether the neighbours are shifts."""
   return isinstance(graph, RasterGraph) and graph.axis_name is None
-
-
-def _up(size: int, step: int) -> int:
-  return -(-size // step) * step
 
 
 def _grid(graph: Any, x: jax.Array) -> jax.Array:
@@ -140,17 +136,17 @@ def _sum(
   """[..., N, D], dtype of x; kind is 'sum', 'delta' or 'adjoint'."""
   (rows, columns), shape = graph.grid, x.shape
   x = _grid(graph, x)
-  wide = _up(x.shape[3], LANES)
+  wide = round_up(x.shape[3], LANES)
   r = max(1, min(_BLOCK // (columns * wide), rows))
   plan = _Plan(columns, r, -(-rows // r), len(far))
   lanes = lambda t: pad_axis(
-    pad_axis(t, 3, _up(columns, LANES)), 1, plan.n * plan.r
+    pad_axis(t, 3, round_up(columns, LANES)), 1, plan.n * plan.r
   )
   cells = lambda w: jnp.swapaxes(_grid(graph, w).astype(jnp.float32), 2, 3)
   parts = [cells(jnp.where(graph.emask, w, 0)) for w in far]
   parts += [cells(w[..., None]) for w in own or ()]
   table = jnp.concatenate(parts, 2)
-  table = lanes(pad_axis(table, 2, _up(table.shape[2], 8)))
+  table = lanes(pad_axis(table, 2, round_up(table.shape[2], 8)))
   mask = lanes(cells(jnp.any(graph.emask, -1, keepdims=True)))
   x = pad_axis(x, 3, wide)
   batch, last = x.shape[0], plan.n - 1

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from kernels_pallas.common.calls import launch
-from kernels_pallas.common.padding import pad_axis
+from kernels_pallas.common.padding import pad_axis, round_up
 from kernels_pallas.graph.pooling.gate import Gate, gate_slopes, gate_units
 
 __all__ = ['backward', 'forward']
@@ -63,10 +63,6 @@ class _Operands(NamedTuple):
   delta: Any = None
 
 
-def _up(size: int, step: int) -> int:
-  return -(-size // step) * step
-
-
 def _tile(size: int) -> int:
   return min(_COLUMNS, max(16, pl.next_power_of_2(size)))
 
@@ -100,7 +96,7 @@ def _prepare(
   return plan, operands._replace(
     tanh=gate.tanh,
     sigmoid=gate.sigmoid,
-    weight=pad_axis(weight, 0, _up(units, plan.a)),
+    weight=pad_axis(weight, 0, round_up(units, plan.a)),
   )
 
 
@@ -221,7 +217,7 @@ def forward(
   plan, operands = _prepare(values, scores, gate, ids, num_segments)
   operands = operands._replace(bounds=_bounds(operands.ids, plan))
   batch, programs = values.shape[0], plan.segments * plan.parts
-  wide = _up(plan.features, plan.d)
+  wide = round_up(plan.features, plan.d)
   pooled, lse = launch(
     functools.partial(_forward_body, plan=plan),
     operands,
@@ -310,7 +306,7 @@ def backward(
   batch, size = values.shape[0], np.int32(plan.m)
 
   def blocks(x, tile):
-    width = _up(x.shape[2], tile)
+    width = round_up(x.shape[2], tile)
     return (
       jax.ShapeDtypeStruct((batch, plan.m * _ROWS, width), x.dtype),
       pl.BlockSpec(
@@ -330,7 +326,7 @@ def backward(
       )
     )
   else:
-    width = _up(plan.units, plan.a)
+    width = round_up(plan.units, plan.a)
     outputs += [
       (
         jax.ShapeDtypeStruct((batch * plan.m, width), jnp.float32),

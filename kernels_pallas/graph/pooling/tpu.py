@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.common.calls import launch
 from kernels_pallas.common.numerics import dot, precision, softmax_step
-from kernels_pallas.common.padding import pad_axis
+from kernels_pallas.common.padding import pad_axis, round_up
 from kernels_pallas.graph.pooling.gate import Gate, gate_slopes, gate_units
 
 __all__ = ['backward', 'forward']
@@ -55,10 +55,6 @@ class _Operands(NamedTuple):
   delta: Any = None
 
 
-def _up(size: int, step: int) -> int:
-  return -(-size // step) * step
-
-
 def _prepare(
   values: jax.Array,
   scores: Any,
@@ -68,12 +64,14 @@ def _prepare(
 ) -> tuple[_Plan, _Operands]:
   """Whole lanes; whole blocks of what is small."""
   count = values.shape[1]
-  lanes = lambda x: pad_axis(x, 2, _up(x.shape[2], LANES))
+  lanes = lambda x: pad_axis(x, 2, round_up(x.shape[2], LANES))
   wide = [lanes(x) for x in (values, *(gate or ())[:2]) if x is not None]
   size = sum(x.shape[2] * x.dtype.itemsize for x in wide)
-  n = max(LANES, min(_BLOCK // size // LANES * LANES, 1024, _up(count, LANES)))
+  n = max(
+    LANES, min(_BLOCK // size // LANES * LANES, 1024, round_up(count, LANES))
+  )
   m = -(-count // n)
-  s = min(LANES, _up(num_segments, 8))
+  s = min(LANES, round_up(num_segments, 8))
   plan = _Plan(n, m, s, -(-num_segments // s))
   # A block must not be longer than its array; the last may reach beyond it.
   wide = [pad_axis(x, 1, n) if count < n else x for x in wide]

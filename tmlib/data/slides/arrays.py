@@ -21,10 +21,11 @@ from tmlib.data.slides.slide import (
   squeeze_features,
 )
 
-__all__ = ['SUFFIXES', 'load_slide', 'read_header', 'read_slide']
+__all__ = ['HDF5', 'SUFFIXES', 'load_slide', 'read_header', 'read_slide']
 
 # Richest first: what is taken where a slide has several files.
-SUFFIXES = ('.h5', '.hdf5', '.npz', '.pt', '.pth', '.npy')
+HDF5 = ('.h5', '.hdf5')
+SUFFIXES = (*HDF5, '.npz', '.pt', '.pth', '.npy')
 
 _FEATURES = ('features', 'feats', 'embeddings', 'x')
 _COORDS = ('coords', 'coordinates')
@@ -56,7 +57,7 @@ def read_slide(path: str | Path) -> Slide:
 def load_slide(path: str | Path) -> Slide:
   """`read_slide` without its warning; `Slide.note` holds it."""
   suffix = _suffix(path)
-  if suffix in ('.h5', '.hdf5'):
+  if suffix in HDF5:
     return load_h5(path)
   if suffix in ('.pt', '.pth'):
     return _from_mapping(read_pt(path), path)
@@ -76,7 +77,7 @@ def read_header(path: str | Path) -> Header:
     ModuleNotFoundError, FileNotFoundError, SlideFileError: as `read_slide`.
   """
   suffix = _suffix(path)
-  if suffix in ('.h5', '.hdf5'):
+  if suffix in HDF5:
     return read_h5_header(path)
   if suffix == '.npz':
     return _npz_header(path)

@@ -5,6 +5,9 @@ Axes: N patches, P features.
 CLAM stores `features` and `coords` without attributes; its coordinate files
 have `patch_size` and `downsample`. TRIDENT adds `patch_size_level0` and
 `overlap`. Slides without tissue come as (0, P) or (0,).
+
+Rare damage crashes libhdf5 itself, and with it the process that reads, which is
+this one: `scan_slides` has a child process read first, see `h5_guard`.
 """
 
 import contextlib
@@ -16,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from tmlib.data.slides.h5_guard import COORDS, FEATURES, MOST_PER_BYTE
 from tmlib.data.slides.slide import (
   Header,
   Slide,
@@ -25,11 +29,6 @@ from tmlib.data.slides.slide import (
 )
 
 __all__ = ['load_h5', 'read_h5', 'read_h5_header']
-
-_FEATURES = ('features', 'feats', 'embeddings')
-_COORDS = ('coords', 'coordinates')
-# More than a compressed file of features ever unpacks to, per byte of file.
-_MOST_PER_BYTE = 2000
 
 
 def read_h5(path: str | Path) -> Slide:
@@ -56,7 +55,7 @@ def load_h5(path: str | Path) -> Slide:
   """`read_h5` without its warning; `Slide.note` holds it."""
   with _opened(path) as file:
     features = _features(file, path)
-    coords = _dataset(file, _COORDS)
+    coords = _dataset(file, COORDS)
     attrs = _attributes(features)
     position_attrs = {} if coords is None else _attributes(coords)
     arrays = features[()], None if coords is None else coords[()]
@@ -82,7 +81,7 @@ def read_h5_header(path: str | Path) -> Header:
   with _opened(path) as file:
     features = _features(file, path)
     n, dim = squeeze_features(features.shape, path)
-    has_coords = _dataset(file, _COORDS) is not None
+    has_coords = _dataset(file, COORDS) is not None
     return Header(n, dim, str(features.dtype), has_coords)
 
 
@@ -122,10 +121,10 @@ def _dataset(file: Any, names: tuple[str, ...]) -> Any:
 
 
 def _features(file: Any, path: str | Path) -> Any:
-  found = _dataset(file, _FEATURES)
+  found = _dataset(file, FEATURES)
   if found is None:
     names = sorted(map(str, file))
-    if _dataset(file, _COORDS) is not None:
+    if _dataset(file, COORDS) is not None:
       raise SlideFileError(
         f'{path}: holds coords but no features, so it is the output of '
         'patching; pass the folder of features that was extracted from it'
@@ -136,7 +135,7 @@ def _features(file: Any, path: str | Path) -> Any:
   # A damaged header may ask for terabytes.
   size = math.prod(found.shape) * found.dtype.itemsize
   stored = Path(path).stat().st_size
-  if size > _MOST_PER_BYTE * stored:
+  if size > MOST_PER_BYTE * stored:
     raise SlideFileError(
       f'{path}: features of shape {found.shape} cannot come from a file of '
       f'{stored} bytes; it is damaged: extract it again'

@@ -5,19 +5,24 @@ Axes: m slides, N_i patches of slide i, P features.
 A scan reads each file once, finds what would break a run hours later, and keeps
 the moments of the features, from which the statistics of any training fold
 follow without reading again. It can be kept in a file and is then repeated for
-changed slides only.
+changed slides only. HDF5 files are read by a child process before they are read
+here: damage can crash the library that reads them.
 """
 
+import contextlib
+import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+import queue
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tmlib.data.slides.arrays import load_slide, read_header
+from tmlib.data.slides.arrays import HDF5, load_slide, read_header
+from tmlib.data.slides.h5_guard import H5Guard
 from tmlib.data.slides.slide import Slide, SlideFileError
 from tmlib.ops.grid import GRID_TOLERANCE, fit_grid
 
@@ -86,10 +91,15 @@ def scan_slides(
   stamps = {path: _stamp(path) for path in paths}
   found = {p: known[s] for p, s in stamps.items() if s in known}
   missing = [path for path in stamps if path not in found]
-  look = _look if full else _look_at_header
   if len(missing) > 50 and full:
     logging.info('reading %d slides once to check them', len(missing))
-  with ThreadPoolExecutor(max(1, workers)) as pool:
+  workers = max(1, workers)
+  guards: queue.SimpleQueue[H5Guard] = queue.SimpleQueue()
+  with contextlib.ExitStack() as stack:
+    for _ in range(workers):
+      guards.put(stack.enter_context(H5Guard()))
+    pool = stack.enter_context(ThreadPoolExecutor(workers))
+    look = functools.partial(_look, guards=guards, full=full)
     rows = list(pool.map(look, missing))
   found |= dict(zip(missing, rows, strict=True))
   if cache and full and missing:
@@ -133,24 +143,25 @@ def merge_moments(
   return mean.astype(np.float32), std.astype(np.float32)
 
 
-def _look_at_header(path: Path) -> ScanRow:
-  def row() -> ScanRow:
-    header = read_header(path)
-    half = header.dtype.lstrip('<>=') in ('float16', 'f2')
-    return ScanRow(header.num_patches, header.dim, half, header.has_coords)
-
-  return _guarded(row)
-
-
-def _look(path: Path) -> ScanRow:
-  return _guarded(lambda: _measure(load_slide(path)))
-
-
-def _guarded(row: Callable[[], ScanRow]) -> ScanRow:
+def _look(path: Path, guards: Any, full: bool) -> ScanRow:
+  if path.suffix.lower() in HDF5:
+    guard = guards.get()
+    try:
+      error = guard.check(path, full)
+    finally:
+      guards.put(guard)
+    if error:
+      return ScanRow(error=error)
   try:
-    return row()
+    return _measure(load_slide(path)) if full else _described(path)
   except (SlideFileError, OSError, MemoryError) as error:
     return ScanRow(error=str(error) or type(error).__name__)
+
+
+def _described(path: Path) -> ScanRow:
+  header = read_header(path)
+  half = header.dtype.lstrip('<>=') in ('float16', 'f2')
+  return ScanRow(header.num_patches, header.dim, half, header.has_coords)
 
 
 def _measure(slide: Slide) -> ScanRow:

@@ -81,8 +81,8 @@ def answered(read, path, kind):
   assert path.name in message
 
 
-# The same files every time: rare damage crashes libhdf5 itself or sends it round
-# for ever, which no reader in its process can answer, and what a child process
+# The same files every time: rare damage crashes libhdf5 or sends it round for
+# ever, which no reader in its process can answer, and what a child process
 # survives may yet depend on its memory.
 FUZZ = settings(
   deadline=None,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from experiments import contact
 from experiments.planted import VARIANTS
 from kernels_pallas.graph import PatchGraph
 from tmlib import train
@@ -171,6 +172,7 @@ def make(config) -> train.Experiment:
   parts = {name: _expression(config, study, name) for name in config.models}
   if study.labelled:
     parts['regions'] = _regions(config, study)
+  parts |= contact.make_parts(config, study)
 
   def report(workdir: Path) -> None:
     from experiments import tmevolve_expression_report

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import plots, tissue_plots
+from experiments import contact_report, plots, tissue_plots
 from experiments import tmevolve_expression as runner
 from experiments.planted_report import markdown, write_csv
 from kernels_pallas.graph import PatchGraph
@@ -21,7 +21,6 @@ from tmlib.mil import expression_summary, pearson_per_gene
 from tmlib.ops.statistics import adjusted_rand_index
 
 __all__ = [
-  'contact_windows',
   'diffuse',
   'neighbour_mean',
   'ridge',
@@ -67,19 +66,6 @@ as even as {soft:.1f} regions of equal size, the pathologist's tissues as
 by what they do for the prediction of genes, from prototypes drawn at random,
 and a term asks that all be used (`--config.balance=0` leaves it out).
 """
-_CONTACT = """
-# Contact of {a} and {b}
-
-Windows of {size} x {size} spots that hold both, by whether they touch, and the
-windows that could be matched: both labels, one section, equal numbers of spots
-of both kinds.
-
-"""
-_FEW = """
-Leaving out one patient at a time needs matched windows of both labels in at
-least two patients; these labels have them in {found}. A model that tells the
-patients apart would be right on the rest, so none was trained.
-"""
 
 
 def write(config, study: runner.Study, workdir: Path) -> None:
@@ -104,7 +90,7 @@ def write(config, study: runner.Study, workdir: Path) -> None:
   _maps(config, study, found, out)
   if study.labelled:
     text += _region_report(config, study, workdir)
-    text += _contact_report(config, study)
+    text += contact_report.section(config, study, workdir)
   diverged = [
     name
     for name in (*config.models, *(['regions'] if study.labelled else []))
@@ -421,50 +407,3 @@ def _region_maps(
     section.grid[:, ::-1], [panels[:3], panels[3:]],
     f'{section.name}: clusters have no order, colours mean nothing across maps',
   )  # fmt: skip
-
-
-def contact_windows(
-  grid: np.ndarray, labels: np.ndarray, pair: tuple[str, str], size: int
-) -> list[tuple[int, int, bool]]:
-  """Square windows that hold both kinds, at least two thirds filled.
-
-  Args:
-    grid: [n, 2] int.
-    labels: [n].
-    pair: two labels.
-    size: spots per side.
-
-  Returns:
-    (spots of the first kind, of the second, whether two of them touch, corners
-    included) of each window.
-  """
-  found = []
-  low, high = grid.min(0), grid.max(0)
-  for x in range(low[0], high[0] - size + 2):
-    for y in range(low[1], high[1] - size + 2):
-      at = ((grid >= (x, y)) & (grid < (x + size, y + size))).all(1)
-      one, two = (grid[at & (labels == kind)] for kind in pair)
-      if at.sum() * 3 < 2 * size * size or not len(one) or not len(two):
-        continue
-      gap = np.abs(one[:, None] - two).max(-1).min()
-      found.append((len(one), len(two), bool(gap <= 1)))
-  return found
-
-
-def _contact_report(config, study: runner.Study) -> str:
-  pair, size = tuple(config.regions.pair), config.regions.window
-  rows, matched = [], 0
-  for section in study.labelled:
-    labels = _labels(section)
-    windows = contact_windows(section.grid, labels, pair, size)
-    touch = [w[:2] for w in windows if w[2]]
-    apart = [w[:2] for w in windows if not w[2]]
-    pairs = sum(
-      min(touch.count(key), apart.count(key)) for key in {*touch} & {*apart}
-    )
-    matched += pairs > 0
-    spots = [int((labels == kind).sum()) for kind in pair]
-    rows.append((section.name, *spots, len(touch), len(apart), pairs))
-  head = ('section', *pair, 'touch', 'apart', 'matched pairs')
-  text = _CONTACT.format(a=pair[0], b=pair[1], size=size) + markdown(head, rows)
-  return text + _FEW.format(found=matched) if matched < 2 else text

@@ -99,20 +99,6 @@ def test_neighbours_and_diffusion_by_hand():
   np.testing.assert_allclose(report.diffuse(x, graph, 50).sum(), x.sum())
 
 
-def test_windows_of_contact_by_hand():
-  grid = np.stack(np.divmod(np.arange(12), 4), 1)  # 3 x 4 spots
-  labels = np.full(12, 'c')
-  labels[[0, 3]] = 'a', 'b'  # (0, 0) and (0, 3): apart in a window of 4
-  full = lambda labels, size: report.contact_windows(
-    grid, labels, ('a', 'b'), size
-  )
-  assert full(labels, 4) == []  # does not fit three columns
-  labels[[0, 2]] = 'a', 'b'
-  assert full(labels, 3) == [(1, 1, False), (0, 0, True)][:1]
-  labels[[1, 2]] = 'a', 'b'
-  assert (2, 1, True) in full(labels, 3)
-
-
 def test_ridge_with_neighbours_is_better_where_tissue_is_smooth(config):
   study = runner.load_study(config)
   found = {

@@ -60,48 +60,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
       window=6,
     )
   )
-  # Do tumour and immune tissue touch? Windows, told by markers of both.
-  config.contact = ConfigDict(
-    dict(
-      inputs=('stain', 'expression', 'kinds'),
-      models=(
-        'mean_pool', 'gated_abmil', 'patch_gcn', 'static', 'uniform',
-        'tmevolve',
-      ),
-      # Rows of the concept matrix, for the input `expression`.
-      concepts=('given', 'shuffled', 'random', 'projected'),
-      immune=(
-        'PTPRC', 'CD2', 'CD3D', 'CD3E', 'CD3G', 'CD8A', 'MS4A1', 'CD19',
-        'CD27', 'CD79A', 'IGKC', 'JCHAIN',
-      ),
-      tumour=('ERBB2', 'EPCAM', 'KRT7', 'KRT8', 'KRT18', 'KRT19'),
-      immune_share=0.15,
-      tumour_share=0.30,
-      window=5,
-      # Variable genes without markers, and their components.
-      genes=500,
-      components=20,
-      seeds=5,
-      steps=300,
-      batch_size=16,
-      bootstrap=1000,
-      # As in configs/touching_blobs.py: nothing was tuned on this task.
-      optimizer=ConfigDict(
-        dict(learning_rate=1e-2, warmup=0.1, weight_decay=1e-4)
-      ),
-      network=ConfigDict(
-        dict(
-          hidden=16,
-          regions=4,
-          num_concepts=4,
-          steps=4,
-          pooling='region',
-          same_region='inner',
-          remat=False,
-        )
-      ),
-    )
-  )  # fmt: skip
+  config.contact = _contact()
   # Runs are seeds; a batch holds all training sections.
   config.train.update(
     steps=150, batch_size=4, runs=2, log_every=50, save_every=50, keep=1
@@ -143,3 +102,48 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config.tmevolve.update(hidden=8, regions=3, num_concepts=2, steps=2)
     config.report.update(top=5, maps=1)
   return config
+
+
+def _contact() -> ConfigDict:
+  """Do tumour and immune tissue touch? Windows, told by markers of both."""
+  return ConfigDict(
+    dict(
+      inputs=('stain', 'expression', 'kinds'),
+      models=(
+        'mean_pool', 'gated_abmil', 'patch_gcn', 'static', 'uniform',
+        'tmevolve',
+      ),
+      # Rows of the concept matrix, for the input `expression`.
+      concepts=('given', 'shuffled', 'random', 'projected'),
+      immune=(
+        'PTPRC', 'CD2', 'CD3D', 'CD3E', 'CD3G', 'CD8A', 'MS4A1', 'CD19',
+        'CD27', 'CD79A', 'IGKC', 'JCHAIN',
+      ),
+      tumour=('ERBB2', 'EPCAM', 'KRT7', 'KRT8', 'KRT18', 'KRT19'),
+      immune_share=0.15,
+      tumour_share=0.30,
+      window=5,
+      # Variable genes without markers, and their components.
+      genes=500,
+      components=20,
+      seeds=5,
+      steps=300,
+      batch_size=16,
+      bootstrap=1000,
+      # As in configs/touching_blobs.py: nothing was tuned on this task.
+      optimizer=ConfigDict(
+        dict(learning_rate=1e-2, warmup=0.1, weight_decay=1e-4)
+      ),
+      network=ConfigDict(
+        dict(
+          hidden=16,
+          regions=4,
+          num_concepts=4,
+          steps=4,
+          pooling='region',
+          same_region='inner',
+          remat=False,
+        )
+      ),
+    )
+  )  # fmt: skip

@@ -58,6 +58,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
       # Two kinds of tissue whose contact a window would tell, and its side.
       pair=('invasive cancer', 'immune infiltrate'),
       window=6,
+      # Concept rows: kinds of tissue by their genes, and controls.
+      concepts=('given', 'shuffled', 'random', 'projected'),
     )
   )
   config.contact = _contact()

@@ -157,15 +157,19 @@ def _counts(config, study: Any, out: Path) -> str:
 
 
 def read_scores(folder: Path, task: Task, seeds: int) -> np.ndarray:
-  """Log-odds [W, R] of the windows, each from the run that left it out."""
+  """Log-odds [W, R] of the windows, each from the run that left it out.
+
+  A seed of which a run diverged is left out.
+  """
   scores = np.full((len(task.windows), seeds), np.nan)
   with (folder / 'predictions.csv').open(newline='') as file:
     for row in csv.DictReader(file):
       seed = int(row['run']) // len(task.folds)
       odds = float(row['logits_1']) - float(row['logits_0'])
       scores[int(row['id']), seed] = odds
-  if np.isnan(scores).any():
-    raise ValueError(f'{folder}: windows without a score, or diverged runs')
+  scores = scores[:, np.isfinite(scores).all(0)]
+  if not scores.shape[1]:
+    raise ValueError(f'{folder}: no seed has a score for every window')
   return scores
 
 

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import contact
+from experiments.contact_windows import concept_rows, signature_table
 from experiments.planted import VARIANTS
+from experiments.touching_blobs import CONCEPTS
 from kernels_pallas.graph import PatchGraph
 from tmlib import train
 from tmlib.config import config_field
@@ -29,7 +31,8 @@ from tmlib.ops.graph import ell_from_grid
 from tmlib.reaction_diffusion import TMEvolve
 
 __all__ = [
-  'Fold', 'Study', 'load_study', 'make', 'make_network', 'region_tables',
+  'Fold', 'Study', 'concept_controls', 'load_study', 'make', 'make_network',
+  'region_tables',
 ]  # fmt: skip
 
 # As `tmlib.mil.scale_features`: a feature that hardly varies must not explode.
@@ -154,9 +157,9 @@ def region_tables(
   return components / components[:, 0].std(), table[:, : wanted.targets]
 
 
-def make_network(config, name: str, outputs: int) -> TMEvolve:
+def make_network(config, name: str, outputs: int, **options) -> TMEvolve:
   """TMEvolve, or a variant of it, with a prediction for every spot."""
-  chosen = config.tmevolve.to_dict() | VARIANTS[name]
+  chosen = config.tmevolve.to_dict() | VARIANTS[name] | options
   return TMEvolve(outputs, task='expression', **chosen)
 
 
@@ -172,6 +175,8 @@ def make(config) -> train.Experiment:
   parts = {name: _expression(config, study, name) for name in config.models}
   if study.labelled:
     parts['regions'] = _regions(config, study)
+    for rows in concept_controls(config, study):
+      parts[f'regions_{rows}'] = _regions(config, study, rows)
   parts |= contact.make_parts(config, study)
 
   def report(workdir: Path) -> None:
@@ -182,12 +187,29 @@ def make(config) -> train.Experiment:
   return train.Experiment(parts=parts, report=report)
 
 
-def _build(config, name: str, outputs: int, seen: tuple[str, ...]):
+def concept_controls(config, study: Study) -> tuple[str, ...]:
+  """Concept matrices of the regions; none where no signature is measured.
+
+  Raises:
+    ValueError: an unknown matrix.
+  """
+  wanted = tuple(config.regions.concepts)
+  unknown = sorted(set(wanted) - set(CONCEPTS))
+  if unknown:
+    raise ValueError(
+      f'regions.concepts has {unknown}; allowed: {", ".join(CONCEPTS)}'
+    )
+  return wanted if signature_table(study.labelled, config.contact)[0] else ()
+
+
+def _build(
+  config, name: str, outputs: int, seen: tuple[str, ...], **network: Any
+):
   optimizer, schedule = train.make_optimizer(
     config.optimizer, config.train.steps
   )
   return spot_regression_method(
-    make_network(config, name, outputs),
+    make_network(config, name, outputs, **network),
     optimizer,
     aux_weights={'region_balance': config.balance},
     outputs=seen,
@@ -256,20 +278,34 @@ def _by_fold(data: train.Data) -> train.Data:
   return data._replace(gather=gathered)
 
 
-def _regions(config, study: Study) -> train.Experiment:
-  """Runs = seeds x labelled sections, each of which trains on itself alone."""
+def _regions(
+  config, study: Study, concepts: str | None = None
+) -> train.Experiment:
+  """Runs = seeds x labelled sections, each of which trains on itself alone.
+
+  Args:
+    config: of the experiment.
+    study: with labelled sections.
+    concepts: one of `CONCEPTS`, or None for what config.tmevolve says.
+  """
   bags = _blank(study.labelled_graphs)
   tables = [region_tables(config, one) for one in study.labelled]
   size, count = bags.mask.shape[1], len(tables)
-  features = _padded([x for x, _ in tables], size)
-  arrays = {
-    'bag': bags.replace(features=features),
-    'target': _padded([y for _, y in tables], size),
-  }
+  bags = bags.replace(features=_padded([x for x, _ in tables], size))
+  options: dict[str, Any] = {}
+  if concepts is not None:
+    genes, signatures = signature_table(study.labelled, config.contact)
+    mode, rows = CONCEPTS[concepts]
+    options['concept_mode'] = mode
+    if rows is not None:
+      options['concept_matrix'] = concept_rows(genes, rows, config.seed)
+      bags = bags.replace(concepts=_padded(signatures, size))
+  arrays = {'bag': bags, 'target': _padded([y for _, y in tables], size)}
   mine = np.eye(count, dtype=np.float32)
   mine = np.tile(mine, (config.train.runs, 1))
+  outputs, seen = tables[0][1].shape[1], ('regions', 'hidden')
   return train.Experiment(
-    _build(config, 'tmevolve', tables[0][1].shape[1], ('regions', 'hidden')),
+    _build(config, 'tmevolve', outputs, seen, **options),
     train.run_data(arrays, mine, 1, seed=config.seed),
     runs=len(mine),
     evaluations={'seen': train.pass_data(arrays, count, run_weights=mine)},

@@ -14,6 +14,7 @@ import numpy as np
 
 from experiments import contact_report, plots, tissue_plots
 from experiments import tmevolve_expression as runner
+from experiments.contact_windows import concept_rows, signature_table
 from experiments.planted_report import markdown, write_csv
 from kernels_pallas.graph import PatchGraph
 from tmlib.data import SpotSection
@@ -66,6 +67,17 @@ as even as {soft:.1f} regions of equal size, the pathologist's tissues as
 by what they do for the prediction of genes, from prototypes drawn at random,
 and a term asks that all be used (`--config.balance=0` leaves it out).
 """
+_CONCEPTS = """
+Soft regions of TMEvolve with a concept matrix, over {seeds} seeds: spots are
+embedded by {count} genes of {groups} kinds of cells and tissue. `given`: a row
+per kind, of its genes; `shuffled`: the rows with their genes permuted;
+`random`: as many genes, drawn for each row alone; `projected`: the given rows,
+and a learned map of the components in place of the genes. `learned` is the row
+of soft regions above. No label is read, but who listed the genes knew tissue.
+{sections} sections with {seeds} seeds each give no interval: compare the
+sections.
+
+"""
 
 
 def write(config, study: runner.Study, workdir: Path) -> None:
@@ -90,10 +102,11 @@ def write(config, study: runner.Study, workdir: Path) -> None:
   _maps(config, study, found, out)
   if study.labelled:
     text += _region_report(config, study, workdir)
+    text += _concept_report(config, study, workdir)
     text += contact_report.section(config, study, workdir)
   diverged = [
     name
-    for name in (*config.models, *(['regions'] if study.labelled else []))
+    for name in sorted(p.parent.name for p in workdir.glob('*/result.json'))
     if json.loads((workdir / name / 'result.json').read_text())['diverged']
   ]
   text += f'\nParts with runs that diverged: {", ".join(diverged) or "none"}.\n'
@@ -383,6 +396,33 @@ def _region_report(config, study: runner.Study, workdir: Path) -> str:
     soft=np.exp(np.mean([_entropy(s.argmax(-1)) for s in sizes])),
     labels=np.exp(np.mean([_entropy(_labels(s)) for s in study.labelled])),
   )  # fmt: skip
+
+
+def _concept_report(config, study: runner.Study, workdir: Path) -> str:
+  """The same index for every concept matrix, or nothing without any."""
+  controls = runner.concept_controls(config, study)
+  if not controls:
+    return ''
+  rows = []
+  for name in controls:
+    soft = _archive(workdir / f'regions_{name}', 'seen', 'regions')
+    row: dict[str, Any] = {'concept rows': name, 'mean': 0.0}
+    for i, section in enumerate(study.labelled):
+      labels = _labels(section)
+      told = ~np.isin(labels, _UNKNOWN)
+      each = [
+        adjusted_rand_index(labels[told], x[: len(labels)].argmax(-1)[told])
+        for x in soft[i :: len(study.labelled)]
+      ]
+      row[section.name] = float(np.mean(each))
+    row['mean'] = float(np.mean([row[s.name] for s in study.labelled]))
+    rows.append(row)
+  write_csv(workdir / 'report' / 'region_concepts.csv', rows)
+  genes, _ = signature_table(study.labelled, config.contact)
+  return _CONCEPTS.format(
+    seeds=config.train.runs, count=len(genes), sections=len(study.labelled),
+    groups=len(concept_rows(genes, 'given', config.seed)),
+  ) + markdown(list(rows[0]), [tuple(r.values()) for r in rows])  # fmt: skip
 
 
 def _region_maps(

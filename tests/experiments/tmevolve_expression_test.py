@@ -128,6 +128,29 @@ def test_regions_read_no_label(config):
   assert (np.diff(np.diag(covariance)) <= 0).all()
 
 
+def test_regions_are_led_by_the_concept_rows(config):
+  # Simulated genes by the names of two signatures.
+  study = runner.load_study(config)
+  named = ('TRAC', 'CD7', 'DCN', 'LUM', 'FN1')
+  sections = [
+    one._replace(genes=(*named, *one.genes[5:])) for one in study.labelled
+  ]
+  study = study._replace(labelled=sections)
+  assert runner.concept_controls(config, study) == config.regions.concepts
+  for rows in ('given', 'shuffled'):
+    part = runner._regions(config, study, rows)
+    bag = part.data.resident['bag']
+    assert bag.concepts.shape == (2, 64, 5)
+    np.testing.assert_allclose(bag.concepts.mean(1), 0, atol=1e-6)
+  plain = runner._regions(config, study)
+  assert plain.data.resident['bag'].concepts is None
+  network = runner.make_network(
+    config, 'tmevolve', 8, concept_mode='similarity',
+    concept_matrix=np.eye(5)[:2],
+  )  # fmt: skip
+  assert network.concept_mode == 'similarity'
+
+
 def test_rand_index_is_that_of_a_peer():
   metrics = pytest.importorskip('sklearn.metrics')
   rng = np.random.default_rng(0)
@@ -152,6 +175,7 @@ def test_rand_index_is_that_of_a_peer():
     ('regions.genes', 99, ValueError, '^regions.genes'),
     ('regions.components', 99, ValueError, '^regions.components|components=99'),
     ('train.runs', 0, ValueError, 'train.runs=0'),
+    ('regions.concepts', ('x',), ValueError, r"^regions.concepts has \['x'\]"),
     ('models', ('abmil',), ValueError, "'abmil', which predicts no spots"),
   ],
 )

@@ -1,16 +1,17 @@
 r"""Our kernels on the device at hand: numbers against float64, and times.
 
   python experiments/benchmarks/kernels_device.py [--out=DIR]
-    [--ops=attention,gmm,ell_spmm] [--shapes='causal;decode'] [--repeats=10]
+    [--ops=attention,gmm,diffuse] [--shapes='causal;decode'] [--repeats=10]
     [--quick]
 
-On a GPU beside cuDNN's and XLA's attention, `lax.ragged_dot`, and dense and
-segment-sum message passing; on a TPU beside XLA only; on a CPU our XLA paths at
-small sizes, which says whether this script works and no more. The floor is what
-matrix rate or bandwidth of the chip allow at least, for chips in CHIPS.
+On a GPU beside cuDNN's and XLA's attention, `lax.ragged_dot`, dense and
+segment-sum message passing, and plain jax.numpy; on a TPU beside XLA only; on a
+CPU our XLA paths at small sizes, which says whether this script works and no
+more. The floor is what matrix rate or bandwidth of the chip allow at least, for
+chips in CHIPS.
 
-Errors are those of the bfloat16 call against float64 on the CPU, the largest
-over the largest entry. No table of a GPU is kept in this repository yet: none
+Errors are those of the call against float64 on the CPU, the largest over the
+largest entry. No table of a GPU is kept in this repository yet: none
 was at hand. Whoever has one, please run this and keep table.md, which names the
 card and the date.
 """
@@ -43,24 +44,39 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
   return parser.parse_args(argv)
 
 
-def spmm_peers(case: Any) -> dict[str, Callable[..., Any]]:
+def message_peers(case: Any) -> dict[str, Callable[..., Any]]:
   """Dense where the matrix is small, and a sorted segment sum over edges."""
   import jax
   import jax.numpy as jnp
   import numpy as np
 
-  nbr, emask = case.operands[2:4]
+  # Weights, features, then the arrays of the graph.
+  count = 3 if case.op == 'diffuse' else 2
+  nbr, emask = case.operands[count : count + 2]
   n = nbr.shape[0]
   rows = np.repeat(np.arange(n), nbr.shape[1]).reshape(nbr.shape)
   at = np.nonzero(emask)
   tail, head = rows[at], nbr[at]
 
-  def segment_sum(w, x, *_):
-    messages = w[at][:, None] * x[head]
+  def weights(floats):
+    *w, x = floats
+    w = w[0] if len(w) == 1 else 0.3 * w[0] + 0.2 * w[1]
+    return w[at], x
+
+  def segment_sum(*operands):
+    w, x = weights(operands[:count])
+    near = x[head] - x[tail] if case.op == 'diffuse' else x[head]
+    messages = w[:, None] * near
     return jax.ops.segment_sum(messages, tail, n, indices_are_sorted=True)
 
-  def dense(w, x, *_):
-    return jnp.zeros((n, n), w.dtype).at[tail, head].set(w[at]) @ x
+  def dense(*operands):
+    w, x = weights(operands[:count])
+    out = jnp.zeros((n, n), w.dtype).at[tail, head].set(w) @ x
+    if case.op == 'diffuse':
+      out -= (
+        jax.ops.segment_sum(w, tail, n, indices_are_sorted=True)[:, None] * x
+      )
+    return out
 
   peers = {'segment sum': segment_sum}
   return peers | ({'dense': dense} if n <= 4096 else {})
@@ -70,8 +86,10 @@ def peers_of(case: Any, platform: str) -> dict[str, Callable[..., Any]]:
   """What runs beside us on that platform."""
   from experiments.benchmarks.kernels_peers import PEERS
 
-  if case.op == 'ell_spmm':
-    return spmm_peers(case)
+  if case.op in ('ell_spmm', 'diffuse'):
+    return message_peers(case)
+  if case.op not in {peer.op for peer in PEERS}:
+    return {'plain jax.numpy': case.reference}
   kinds = {'any', *(['device'] if platform == 'gpu' else [])}
   made = {
     peer.name: peer.make(case, None)
@@ -81,8 +99,8 @@ def peers_of(case: Any, platform: str) -> dict[str, Callable[..., Any]]:
   return {name: f for name, f in made.items() if f is not None}
 
 
-def errors(case: Any) -> list[float]:
-  """Of the value and of each gradient, against float64 on the CPU."""
+def errors(case: Any) -> list[list[float]]:
+  """Of the results, and of the gradients, against float64 on the CPU."""
   import jax
   import jax.numpy as jnp
   import numpy as np
@@ -93,17 +111,19 @@ def errors(case: Any) -> list[float]:
   wide = lambda x: (
     np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
   )
-  function = case.make(None, None)
-  got = jax.jit(lambda *x: (function(*x), *backward(function)(*x)))(*operands)
+  both = lambda f: jax.jit(lambda *x: (f(*x), backward(f)(*x)))
+  got = both(case.make(None, None))(*operands)
   with jax.enable_x64(True), jax.default_device(jax.devices('cpu')[0]):
-    exact = case.reference
-    want = jax.jit(lambda *x: (exact(*x), *backward(exact)(*x)))(
-      *map(wide, operands)
-    )
-  relative = lambda a, b: float(np.abs(wide(a) - b).max() / np.abs(b).max())
+    want = both(case.reference)(*map(wide, operands))
+  relative = lambda a, b: float(
+    np.abs(wide(np.asarray(a)) - b).max() / np.abs(b).max()
+  )
   return [
-    relative(np.asarray(a), np.asarray(b))
-    for a, b in zip(got, want, strict=True)
+    [
+      relative(a, np.asarray(b))
+      for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True)
+    ]
+    for x, y in zip(got, want, strict=True)
   ]
 
 
@@ -141,7 +161,7 @@ def rows_of(case: Any, repeats: int) -> list[list[str]]:
   platform, name = jax.default_backend(), chip_in_use()
   operands = jax.device_put(draw(case))
   ways = {'ours': case.make(None, None), **peers_of(case, platform)}
-  both = errors(case) if case.flops <= LARGEST_CHECK else []
+  both = errors(case) if case.flops <= LARGEST_CHECK else [[], []]
   rows = []
   for kind in ('forward', 'both'):
     made = ways
@@ -158,7 +178,7 @@ def rows_of(case: Any, repeats: int) -> list[list[str]]:
       if isinstance(found, str):
         rows.append([case.op, case.shape, kind, way, '', '', '', found])
         continue
-      off = both[:1] if kind == 'forward' else both[1:]
+      off = both[kind == 'both']
       rows.append(
         [
           case.op,
@@ -185,7 +205,8 @@ def table(rows: list[list[str]], device: str, jax_version: str) -> str:
   return '\n'.join(
     [
       f'Measured on {device}, {datetime.date.today().isoformat()}, jax '
-      f'{jax_version}. bfloat16; "both" is forward and backward.',
+      f'{jax_version}. bfloat16, diffuse in float32; "both" is forward and '
+      'backward.',
       '',
       line(HEAD),
       '|' + ' --- |' * len(HEAD),
@@ -197,13 +218,13 @@ def table(rows: list[list[str]], device: str, jax_version: str) -> str:
 
 def chosen(flags: argparse.Namespace, platform: str) -> list[Any]:
   """The cases to run; on a CPU the small ones."""
-  from experiments.benchmarks.kernels_cases import every_case
+  from kernels_pallas.tuning import all_cases
 
-  cases = every_case()
+  cases = [c for c in all_cases() if _wanted(c, flags)]
   if flags.quick:
-    return [c for c in cases if c.shape == 'tiny' and _wanted(c, flags)]
+    return [c for c in cases if c.shape.startswith('tiny')]
   most = LARGEST_ON_CPU if platform == 'cpu' else float('inf')
-  return [c for c in cases if c.flops <= most and _wanted(c, flags)]
+  return [c for c in cases if c.flops <= most]
 
 
 def _wanted(case: Any, flags: argparse.Namespace) -> bool:

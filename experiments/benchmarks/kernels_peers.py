@@ -8,15 +8,13 @@ that transposition lies outside its kernel, as ours lies outside of ours.
 import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kernels_pallas.tuning import Case
 
-__all__ = ['PEERS', 'Peer', 'visited_tiles']
+__all__ = ['PEERS', 'Peer']
 
 
 class Peer(NamedTuple):
@@ -26,7 +24,6 @@ class Peer(NamedTuple):
   platform: 'tpu', 'gpu' or 'any' (plain XLA, no kernel to be taken apart).
   blocks: block sizes to try.
   note: what its figures leave out.
-  cycles: whether the estimate of its cycles comes to an end.
   """
 
   op: str
@@ -35,7 +32,6 @@ class Peer(NamedTuple):
   make: Callable[[Case, Any], Callable[..., Any] | None]
   blocks: tuple[Any, ...] = (None,)
   note: str = ''
-  cycles: bool = True
 
 
 def _plain_attention(case: Case) -> bool:
@@ -156,37 +152,21 @@ def nn_attention(implementation: str) -> Callable[..., Any]:
   return make
 
 
-def visited_tiles(sizes: np.ndarray, tile: int) -> int:
-  """Pairs of a group and a tile of rows that it has rows in."""
-  ends = np.cumsum(sizes)
-  starts = ends - sizes
-  some = sizes > 0
-  return int(np.sum((-(-ends // tile) - starts // tile)[some]))
-
-
 def megablox(case: Case, blocks: Any) -> Callable[..., Any] | None:
-  """JAX's TPU gmm with tiles of (rows, inner, columns), forward.
-
-  Its grid depends on the group sizes. They are known here, so that the compiler
-  is told how many tiles there are.
-  """
-  # The package hides its module behind a function of the same name.
-  op = importlib.import_module('jax.experimental.pallas.ops.tpu.megablox.gmm')
+  """JAX's TPU gmm with tiles of at most (rows, inner, columns)."""
+  # The package hides its modules behind functions of the same names.
+  op = importlib.import_module('jax.experimental.pallas.ops.tpu.megablox.ops')
   rows, inner, columns = blocks
-  lhs, rhs, sizes = case.operands
-  if lhs.shape[0] % rows:
+  if case.operands[0].shape[0] % rows:
     return None
-  tiling = rows, min(inner, lhs.shape[1]), min(columns, rhs.shape[2])
-  count = visited_tiles(np.asarray(sizes), rows)
-  metadata = op.make_group_metadata
 
-  def known(**options):
-    return metadata(**options)[0], count
+  def tiling(m, k, n):
+    del m
+    return rows, min(inner, k), min(columns, n)
 
   def function(lhs, rhs, sizes):
-    plain = getattr(op.gmm, '__wrapped__', op.gmm)
-    with mock.patch.object(op, 'make_group_metadata', known):
-      return plain(lhs, rhs, sizes, lhs.dtype, tiling)
+    static = lhs.dtype, tiling, None, None, False, False
+    return op.gmm(lhs, rhs, sizes, *static)
 
   return function
 
@@ -211,8 +191,6 @@ PEERS = (
     'tpu',
     megablox,
     ((512, 1024, 1024), (256, 1024, 1024), (128, 128, 128)),
-    'the estimate of cycles was given up after a minute of computation',
-    False,
   ),
   Peer('gmm', 'lax.ragged_dot', 'any', ragged_dot),
 )

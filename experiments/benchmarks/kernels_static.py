@@ -19,6 +19,7 @@ when the command is run again), table.md and cycles.png. `--quick` is one row;
 
 import argparse
 import concurrent.futures
+import contextlib
 import datetime
 import functools
 import json
@@ -80,14 +81,13 @@ def versions() -> dict[str, str]:
 
 def plan(flags: argparse.Namespace) -> list[tuple[Any, ...]]:
   """(case, chip, pass, who, blocks, function, note) of every row."""
-  from experiments.benchmarks.kernels_cases import every_case
   from experiments.benchmarks.kernels_peers import PEERS
-  from kernels_pallas.tuning import CHIPS
+  from kernels_pallas.tuning import CHIPS, all_cases
 
   wanted = lambda name, names: not names or name in names
   rows = []
-  for case in every_case():
-    if case.shape == 'tiny' and 'tiny' not in flags.shapes:
+  for case in all_cases():
+    if case.shape.startswith('tiny') and case.shape not in flags.shapes:
       continue
     if not (wanted(case.op, flags.ops) and wanted(case.shape, flags.shapes)):
       continue
@@ -146,8 +146,17 @@ def xla_row(function: Any, operands: Any, chip: Any) -> dict[str, Any]:
   }
 
 
+def known_groups(case: Any) -> Any:
+  """A context for traces in which equal groups of rows are known to be so."""
+  if not case.options.get('equal'):
+    return contextlib.nullcontext()
+  from experiments.benchmarks.kernels_known import equal_groups
+
+  return equal_groups(int(case.operands[2][0]))
+
+
 def kernel_rows(
-  function: Any, operands: Any, chip: Any, skip: int, cycles: bool = True
+  function: Any, operands: Any, chip: Any, skip: int
 ) -> list[dict[str, Any]]:
   """A row per Pallas kernel, of which the first `skip` are left out."""
   from kernels_pallas.tuning import find_kernels, profile
@@ -161,9 +170,10 @@ def kernel_rows(
     return [{'kernel': '', 'compiles': True, 'reason': 'plain XLA there'}]
   found = []
   for kernel in kernels:
-    figures = profile(kernel, chip, cycles=cycles)._asdict()
+    figures = profile(kernel, chip)._asdict()
     figures['reason'] = figures['reason'][:300]
-    found.append({'kernel': kernel.name, 'grid': kernel.grid, **figures})
+    grid = [x if isinstance(x, int) else None for x in kernel.grid]
+    found.append({'kernel': kernel.name, 'grid': grid, **figures})
   return found
 
 
@@ -182,12 +192,12 @@ def run_row(row: tuple[Any, ...]) -> list[dict[str, Any]]:
   if plain:
     done = [{'kernel': '', **xla_row(whole, operands, chip)}]
   else:
-    try:
-      skip = len(find_kernels(function, operands, chip)) if back else 0
-    except Exception:  # The same error is the row's reason below.
-      skip = 0
-    cycles = peer is None or peer.cycles
-    done = kernel_rows(whole, operands, chip, skip, cycles)
+    with known_groups(case):
+      try:
+        skip = len(find_kernels(function, operands, chip)) if back else 0
+      except Exception:  # The same error is the row's reason below.
+        skip = 0
+      done = kernel_rows(whole, operands, chip, skip)
   scale = case.scale if back else (1.0, 1.0)
   floor = chip.floor(case.flops * scale[0], case.bytes_moved * scale[1])
   head = {

@@ -83,14 +83,16 @@ def block_gmm(
   Args:
     lhs: [S, K], float, rows a in whole blocks.
     rhs: [E, K, N], float, a matrix W per group; [E, N, K] if `transpose_rhs`.
-    groups: [n] int32, the group of each block, ascending.
+    groups: [n] int32, the group of each block, ascending; E for a block of no
+      group.
     transpose_rhs: multiply by W^T.
     tiles: the most contracted and output columns of a Pallas tile, instead of
       the backend's own choice.
     implementation: see the module docstring.
 
   Returns:
-    [S, N], dtype of lhs.
+    [S, N], dtype of lhs. What the rows of a block of no group hold is not
+    defined; neither the products nor `scatter_rows` read it.
 
   Raises:
     ValueError: on shapes that disagree or an unknown implementation.
@@ -122,7 +124,8 @@ def block_tgmm(
     lhs: [S, K], float, rows a in whole blocks.
     rhs: [S, N], float, rows b.
     groups: [n] int32, the group of each block, ascending; each group must
-      have a block, as those of `block_layout` have.
+      have a block, as those of `block_layout` have, and those of group E count
+      nowhere.
     num_groups: E.
     implementation: see the module docstring.
 

@@ -23,7 +23,8 @@ class BlockLayout(NamedTuple):
   Attributes:
     slots: [A] int32, the slot of each row; S for a row without a group.
     rows: [S] int32, the row in each slot; A for an empty slot.
-    groups: [n] int32, the group of each block, ascending.
+    groups: [n] int32, the group of each block, ascending; E for a block that no
+      group needs.
   """
 
   slots: jax.Array
@@ -66,10 +67,8 @@ def block_layout(groups: jax.Array, num_groups: int, block: int) -> BlockLayout:
   slot = jnp.where(ordered < num_groups, offsets[ordered] + rank, size)
   slots = jnp.zeros(total, jnp.int32).at[order].set(slot.astype(jnp.int32))
   rows = jnp.full(size, total, jnp.int32).at[slot].set(order, mode='drop')
-  # Blocks that no group needs go to the last one; their rows are zero.
   block_groups = jnp.searchsorted(ends, jnp.arange(num_blocks), side='right')
-  block_groups = jnp.minimum(block_groups, num_groups - 1).astype(jnp.int32)
-  return BlockLayout(slots, rows, block_groups)
+  return BlockLayout(slots, rows, block_groups.astype(jnp.int32))
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:

@@ -27,12 +27,18 @@ def block_gmm(
 ) -> jax.Array:
   """[S, K], [E, K, N] (or [E, N, K]), [n] -> [S, N]; columns stay whole."""
   del tiles
+  columns = rhs.shape[1 if transpose_rhs else 2]
 
   def product(_, inputs):
     rows, group = inputs
-    matrix = jax.lax.dynamic_index_in_dim(rhs, group, 0, keepdims=False)
-    out = _dot(rows, matrix, (1, 1 if transpose_rhs else 0))
-    return None, out.astype(lhs.dtype)
+
+    def some():
+      matrix = jax.lax.dynamic_index_in_dim(rhs, group, 0, keepdims=False)
+      out = _dot(rows, matrix, (1, 1 if transpose_rhs else 0))
+      return out.astype(lhs.dtype)
+
+    none = lambda: jnp.zeros((rows.shape[0], columns), lhs.dtype)
+    return None, jax.lax.cond(group < rhs.shape[0], some, none)
 
   blocks = lhs.reshape(groups.shape[0], -1, lhs.shape[1])
   _, out = jax.lax.scan(product, None, (blocks, groups))
@@ -47,9 +53,14 @@ def block_tgmm(
 
   def add(total, inputs):
     a, b, group = inputs
-    old = jax.lax.dynamic_index_in_dim(total, group, 0, keepdims=False)
-    new = old + _dot(a, b, (0, 0))
-    return jax.lax.dynamic_update_index_in_dim(total, new, group, 0), None
+
+    def some(total):
+      old = jax.lax.dynamic_index_in_dim(total, group, 0, keepdims=False)
+      new = old + _dot(a, b, (0, 0))
+      return jax.lax.dynamic_update_index_in_dim(total, new, group, 0)
+
+    none = lambda total: total
+    return jax.lax.cond(group < num_groups, some, none, total), None
 
   dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
   wide = jnp.promote_types(jnp.float32, dtype)

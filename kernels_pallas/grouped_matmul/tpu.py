@@ -4,7 +4,8 @@ Axes: n blocks of B rows, E groups, K and N columns in tiles of k and t.
 
 The group of each block is prefetched as a scalar and picks the matrix in the
 index map. Blocks are the second innermost axis of the grid and ascend in their
-group, so a matrix whose K columns fit into one tile is read once per group.
+group, so a matrix whose K columns fit into one tile is read once per group. The
+grid ends with the last block that has a group.
 """
 
 import functools
@@ -31,22 +32,38 @@ def _pad(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
   return jnp.pad(x, pads) if any(p for _, p in pads) else x
 
 
-def _gmm_body(groups, lhs, rhs, out, total, *, transpose_rhs):
+def _count(groups: jax.Array, num_groups: int) -> jax.Array:
+  """Blocks that have a group."""
+  return jnp.sum(groups < num_groups, dtype=jnp.int32)
+
+
+def _gmm_body(groups, lhs, rhs, out, *total, transpose_rhs):
+  """The sums `total` are left out where one step contracts all columns."""
   del groups
   step = pl.program_id(2)
 
+  def product():
+    numbers = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
+    return jax.lax.dot_general(
+      lhs[...], rhs[...], numbers, preferred_element_type=jnp.float32
+    )
+
+  if not total:
+    out[...] = product().astype(out.dtype)
+    return
+  (sums,) = total
+
   @pl.when(step == 0)
   def _():
-    total[...] = jnp.zeros_like(total)
+    sums[...] = product()
 
-  numbers = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
-  total[...] += jax.lax.dot_general(
-    lhs[...], rhs[...], numbers, preferred_element_type=jnp.float32
-  )
+  @pl.when(step > 0)
+  def _():
+    sums[...] += product()
 
   @pl.when(step == pl.num_programs(2) - 1)
   def _():
-    out[...] = total[...].astype(out.dtype)
+    out[...] = sums[...].astype(out.dtype)
 
 
 def block_gmm(
@@ -62,8 +79,10 @@ def block_gmm(
   block = lhs.shape[0] // groups.shape[0]
   lhs, rhs = _pad(lhs, (1,)), _pad(rhs, (1, 2))
   inner, outer = rhs.shape[1:][::-1] if transpose_rhs else rhs.shape[1:]
-  most = tiles or _TILES
+  # Half of the contracted columns in float32: twice the bytes.
+  most = tiles or (_TILES[0] * 2 // max(lhs.dtype.itemsize, 2), _TILES[1])
   k, t = _tile(inner, most[0]), _tile(outer, most[1])
+  steps = inner // k
   if transpose_rhs:
     matrix = pl.BlockSpec((None, t, k), lambda c, i, j, g: (g[i], c, j))
   else:
@@ -73,10 +92,10 @@ def block_gmm(
     out_shape=jax.ShapeDtypeStruct((lhs.shape[0], outer), lhs.dtype),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=1,
-      grid=(outer // t, groups.shape[0], inner // k),
+      grid=(outer // t, _count(groups, rhs.shape[0]), steps),
       in_specs=[pl.BlockSpec((block, k), lambda c, i, j, g: (i, j)), matrix],
       out_specs=pl.BlockSpec((block, t), lambda c, i, j, g: (i, c)),
-      scratch_shapes=[pltpu.VMEM((block, t), jnp.float32)],
+      scratch_shapes=[pltpu.VMEM((block, t), jnp.float32)] * (steps > 1),
     ),
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=('parallel', 'arbitrary', 'arbitrary')
@@ -95,17 +114,23 @@ def block_gmm(
 def _tgmm_body(groups, lhs, rhs, out, total):
   i, last = pl.program_id(2), pl.num_programs(2) - 1
   group = groups[i]
+  first = (i == 0) | (group != groups[jnp.maximum(i - 1, 0)])
 
-  @pl.when((i == 0) | (group != groups[jnp.maximum(i - 1, 0)]))
+  def product():
+    return jax.lax.dot_general(
+      lhs[...],
+      rhs[...],
+      (((0,), (0,)), ((), ())),
+      preferred_element_type=jnp.float32,
+    )
+
+  @pl.when(first)
   def _():
-    total[...] = jnp.zeros_like(total)
+    total[...] = product()
 
-  total[...] += jax.lax.dot_general(
-    lhs[...],
-    rhs[...],
-    (((0,), (0,)), ((), ())),
-    preferred_element_type=jnp.float32,
-  )
+  @pl.when(jnp.logical_not(first))
+  def _():
+    total[...] += product()
 
   @pl.when((i == last) | (group != groups[jnp.minimum(i + 1, last)]))
   def _():
@@ -123,15 +148,18 @@ def block_tgmm(
   shape = (num_groups, lhs.shape[1], rhs.shape[1])
   block = lhs.shape[0] // groups.shape[0]
   lhs, rhs = _pad(lhs, (1,)), _pad(rhs, (1,))
-  k, t = _tile(lhs.shape[1], 512), _tile(rhs.shape[1], 512)
   dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+  # What fits beside its sums in float32.
+  most = 2**22 // dtype.itemsize**2
+  k = _tile(lhs.shape[1], min(_TILES[0], most // 512))
+  t = _tile(rhs.shape[1], min(_TILES[1], most // k))
   out = jax.ShapeDtypeStruct((num_groups, lhs.shape[1], rhs.shape[1]), dtype)
   call = pl.pallas_call(
     _tgmm_body,
     out_shape=out,
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=1,
-      grid=(lhs.shape[1] // k, rhs.shape[1] // t, groups.shape[0]),
+      grid=(lhs.shape[1] // k, rhs.shape[1] // t, _count(groups, num_groups)),
       in_specs=[
         pl.BlockSpec((block, k), lambda a, b, i, g: (i, a)),
         pl.BlockSpec((block, t), lambda a, b, i, g: (i, b)),

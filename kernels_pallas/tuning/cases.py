@@ -71,8 +71,11 @@ def draw(case: Case, seed: int = 0) -> tuple[np.ndarray, ...]:
   )
 
 
-def backward(function: Callable[..., jax.Array]) -> Callable[..., Any]:
-  """Gradients of the sum of `function` in all operands that are floats."""
+def backward(function: Callable[..., Any]) -> Callable[..., Any]:
+  """Gradients of the sum of `function` in all operands that are floats.
+
+  It may return several arrays: their sums count alike.
+  """
 
   def gradients(*operands):
     floats = [
@@ -86,6 +89,6 @@ def backward(function: Callable[..., jax.Array]) -> Callable[..., Any]:
       return function(*given)
 
     out, pull = jax.vjp(of_floats, *(operands[n] for n in floats))
-    return pull(jnp.ones_like(out))
+    return pull(jax.tree.map(jnp.ones_like, out))
 
   return gradients

@@ -248,6 +248,10 @@ def _without_cycles(kernel: Kernel, chip: Chip) -> str:
   """Why no estimate of cycles is asked for; empty where it is, or no TPU."""
   if chip.name == 'v4':
     return 'v4 has no model of its DMA'
+  if chip.platform == 'tpu' and not all(
+    isinstance(x, int) for x in kernel.grid
+  ):
+    return 'how many steps there are depends on data'
   if chip.platform == 'tpu' and kernel.steps > _MOST_STEPS:
     return f'{kernel.steps} steps are too many to simulate'
   return ''

@@ -20,10 +20,11 @@ class Ranked(NamedTuple):
 
   Attributes:
     config: as it was given.
-    cost: seconds or cycles; infinite where it does not compile.
+    cost: seconds or cycles; infinite where it does not compile, or where the
+      number of grid steps depends on data and there is no device.
     unit: 'seconds' (measured), 'cycles' (the compiler's estimate) or 'bundles'
       (instructions of the loop times grid steps, where there is no estimate).
-    reason: why it does not compile.
+    reason: why it has no cost.
   """
 
   config: Any
@@ -76,6 +77,9 @@ def _estimate(
     return Ranked(config, math.inf, 'cycles', _first_line(error))
   if not kernels:
     return Ranked(config, math.inf, 'cycles', 'runs no Pallas kernel there')
+  if not all(isinstance(size, int) for k in kernels for size in k.grid):
+    why = 'how many steps there are depends on data; measure on a device'
+    return Ranked(config, math.inf, 'cycles', why)
   profiles = [profile(kernel, chip) for kernel in kernels]
   for found in profiles:
     if not found.compiles:
@@ -116,7 +120,7 @@ def autotune(
     repeats: measured calls of each.
 
   Returns:
-    One `Ranked` per configuration; those that do not compile come last.
+    One `Ranked` per configuration; those without a cost come last.
 
   Raises:
     ValueError: if there is nothing to choose from, on an unknown chip, and for

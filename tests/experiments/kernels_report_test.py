@@ -5,19 +5,18 @@ import json
 import math
 
 import jax
-import numpy as np
 import pytest
 
 from experiments.benchmarks import (
-  kernels_cases,
   kernels_device,
+  kernels_known,
   kernels_peers,
   kernels_report,
   kernels_static,
   kernels_timings,
 )
 from kernels_pallas.tuning import CHIPS, all_cases, find_kernels
-from kernels_pallas.tuning.cases import structs
+from kernels_pallas.tuning.cases import backward, structs
 
 # The fields that are read, of one published timing.
 ARGUMENTS = {
@@ -143,39 +142,52 @@ def test_rows_of_several_runs_are_joined(tmp_path):
   assert [(x['who'], x['cycles']) for x in found] == [('x', 3), ('y', 2)]
 
 
-def test_tiles_that_hold_rows_of_a_group():
-  # Rows 0-4 | 5-9 | none | 10-15 in tiles of 4: {0,1} {1,2} {} {2,3}.
-  sizes = np.array([5, 5, 0, 6])
-  assert kernels_peers.visited_tiles(sizes, 4) == 6
-  assert kernels_peers.visited_tiles(np.array([8, 8]), 8) == 2
-
-
 def case(op, shape):
   return next(c for c in all_cases() if (c.op, c.shape) == (op, shape))
 
 
 def test_peers_are_found_at_our_shapes():
-  causal, large = case('attention', 'causal'), case('gmm', 'large')
+  causal = case('attention', 'causal')
   kernels = lambda f, c: find_kernels(f, structs(c), CHIPS['v5e'])
   (flash,) = kernels(kernels_peers.flash(causal, (512, 1024)), causal)
   assert flash.grid == (2, 4, 4, 2)
-  (gmm,) = kernels(kernels_peers.megablox(large, (128, 256, 1024)), large)
-  tiles = kernels_peers.visited_tiles(large.operands[2], 128)
-  assert gmm.grid == (1, tiles, 1)
   assert kernels_peers.flash(case('attention', 'chunk'), (512, 1024)) is None
 
 
+def test_equal_groups_are_known_to_ours_and_to_the_peer():
+  even = case('gmm', 'even')
+  per = int(even.operands[2][0])
+  theirs = kernels_peers.megablox(even, (256, 1024, 1024))
+  for function in (even.make((256, 1024, 1024), None), theirs):
+    kernels = lambda f=function: [
+      k.grid for k in find_kernels(backward(f), structs(even), CHIPS['v5e'])
+    ]
+    with kernels_known.equal_groups(per):
+      forward, rows, matrices = kernels()
+    # A step per tile of rows: the product, and its two transposed ones.
+    steps = even.operands[0].shape[0] // 256
+    assert forward == rows == (1, steps, 1)
+    assert matrices == (1, 1, steps)
+    assert not isinstance(kernels()[0][1], int)
+  with (
+    kernels_known.equal_groups(500),
+    pytest.raises(ValueError, match='256 rows do not divide groups of 500'),
+  ):
+    find_kernels(theirs, structs(even), CHIPS['v5e'])
+
+
 def test_every_case_names_what_can_be_traced():
-  cases = kernels_cases.every_case()
+  cases = all_cases()
   names = [(c.op, c.shape) for c in cases]
   assert len(set(names)) == len(names)
   for c in cases:
     assert c.flops > 0
     assert c.bytes_moved > 0
-    if c.shape == 'tiny':
+    if c.shape.startswith('tiny'):
       ours = jax.eval_shape(c.make(None, 'xla'), *structs(c))
       plain = jax.eval_shape(c.reference, *structs(c))
-      assert ours.shape == plain.shape
+      shapes = lambda tree: [x.shape for x in jax.tree.leaves(tree)]
+      assert shapes(ours) == shapes(plain)
 
 
 def test_without_compilers_each_chip_is_named(monkeypatch, tmp_path):
@@ -193,7 +205,7 @@ def test_a_quick_row_and_its_memory(monkeypatch, tmp_path):
   pytest.importorskip('libtpu')
   monkeypatch.setattr(kernels_static, 'versions', lambda: {'jax': '1.2'})
   flags = kernels_static.arguments(
-    [f'--out={tmp_path}', '--quick', '--ops=gmm', '--shapes=tiny']
+    [f'--out={tmp_path}', '--quick', '--ops=xor_attention', '--shapes=tiny']
     + ['--chips=v5e', '--passes=forward']
   )
   (found,) = kernels_static.run(flags)['rows']

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas.grouped_matmul import (
@@ -16,6 +18,7 @@ from kernels_pallas.grouped_matmul import (
   gmm,
   scatter_rows,
   tgmm,
+  tpu,
 )
 from kernels_pallas.grouped_matmul.shapes import SHAPES
 from tests.kernels_pallas import gpu_targets
@@ -91,7 +94,10 @@ def test_a_layout_is_a_bijection_of_whole_blocks(sizes, block):
   assert (rows < len(groups)).sum() == len(kept)
   # Each slot's block belongs to the group of its row; all groups are visited.
   np.testing.assert_array_equal(layout.groups[kept // block], groups[:count])
-  assert set(np.asarray(layout.groups)) == set(range(len(sizes)))
+  # Blocks that no group needs come last.
+  needed = sum(max(-(-size // block), 1) for size in sizes)
+  assert set(np.asarray(layout.groups[:needed])) == set(range(len(sizes)))
+  assert (layout.groups[needed:] == len(sizes)).all()
   assert (np.diff(layout.groups) >= 0).all()
 
 
@@ -164,6 +170,29 @@ def test_under_vmap_over_matrices():
     np.testing.assert_allclose(
       got[i], true_gmm(lhs, rhs * (i + 1), sizes), atol=1e-4
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('tiles', [None, (128, 128)])
+def test_the_products_read_only_what_was_written(tiles):
+  lhs, rhs, sizes = problem([20, 0, 9, 3], 200, 150)
+  layout = block_layout(jnp.repeat(jnp.arange(4), sizes), 4, 8)
+  # Three full blocks and a remainder each of three groups, and an empty group.
+  assert (layout.groups < 4).sum() < len(layout.groups)
+  rows = gather_rows(jnp.asarray(lhs, jnp.float32), layout)
+  rhs = jnp.asarray(rhs, jnp.float32)
+  watched = pltpu.InterpretParams(
+    detect_races=True, uninitialized_memory='nan', num_cores_or_threads=2
+  )
+  got = tpu.block_gmm(rows, rhs, layout.groups, False, tiles, watched)
+  assert not interpret_pallas_call.races.races_found
+  got = scatter_rows(got, layout)
+  np.testing.assert_allclose(got, true_gmm(lhs, rhs, sizes), atol=1e-3)
+  other = gather_rows(got, layout)
+  got = tpu.block_tgmm(rows, other, layout.groups, 4, watched)
+  assert not interpret_pallas_call.races.races_found
+  want = true_tgmm(lhs, scatter_rows(other, layout), sizes)
+  np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-2)
 
 
 def test_bad_input_is_named():

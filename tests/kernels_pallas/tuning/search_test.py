@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kernels_pallas.grouped_matmul import gmm
+from kernels_pallas.rectangle_attention import xor_attention
 from kernels_pallas.tuning import Profile, autotune, search
 
 X = np.ones((64, 64), np.float32)
@@ -30,44 +31,52 @@ def test_a_device_is_timed():
 
 
 def make(block):
-  return lambda *x: gmm(*x, block=block)
+  return lambda links, items: xor_attention(
+    (links,) * 3, (items,) * 3, block=block
+  )
 
 
-OPERANDS = (
-  jax.ShapeDtypeStruct((512, 128), jnp.bfloat16),
-  jax.ShapeDtypeStruct((2, 128, 128), jnp.bfloat16),
-  np.array([256, 256], np.int32),
+OPERANDS = tuple(
+  jax.ShapeDtypeStruct((1, n, 2, 64), jnp.bfloat16) for n in (16, 1024)
 )
 
 
 def test_estimates_rank_without_a_device(monkeypatch):
   told = {
-    # Blocks of rows: 512 / block + 2.
-    10: Profile(True, cycles=500),
-    6: Profile(True, cycles=900),
-    4: Profile(False, reason='vmem is full'),
-    34: Profile(True, bundles=7, reason='no model of its DMA'),
+    # Blocks of the 1024 items.
+    2: Profile(True, cycles=500),
+    4: Profile(True, cycles=900),
+    1: Profile(False, reason='vmem is full'),
+    8: Profile(True, bundles=7, reason='no model of its DMA'),
   }
-  monkeypatch.setattr(search, 'profile', lambda k, chip: told[k.grid[1]])
-  ranked = autotune(make, [256, 16, 128, 64], OPERANDS, chip='v5e')
+  monkeypatch.setattr(search, 'profile', lambda k, chip: told[k.grid[2]])
+  ranked = autotune(make, [1024, 128, 256, 512], OPERANDS, chip='v5e')
   assert [(x.config, x.cost, x.unit) for x in ranked] == [
-    (64, 500, 'cycles'),
-    (128, 900, 'cycles'),
-    (16, 7 * 34, 'bundles'),
-    (256, math.inf, 'cycles'),
+    (512, 500, 'cycles'),
+    (256, 900, 'cycles'),
+    (128, 7 * 8, 'bundles'),
+    (1024, math.inf, 'cycles'),
   ]
   assert ranked[-1].reason == 'vmem is full'
-  plain = lambda _: lambda *x: gmm(*x, implementation='xla')
-  (nothing,) = autotune(plain, [0], OPERANDS, chip='v5e')
-  assert nothing.cost == math.inf
-  assert 'no Pallas kernel' in nothing.reason
+
+
+def test_what_has_no_estimate_says_why():
+  struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  sizes = np.array([256, 256], np.int32)
+  operands = struct(512, 128), struct(2, 128, 128), sizes
+  whys = 'depends on data', 'no Pallas kernel'
+  for how, why in zip((None, 'xla'), whys, strict=True):
+    plain = lambda _, how=how: lambda *x: gmm(*x, implementation=how)
+    (nothing,) = autotune(plain, [0], operands, chip='v5e')
+    assert nothing.cost == math.inf
+    assert why in nothing.reason
 
 
 @pytest.mark.aot
 def test_the_compiler_prefers_blocks_that_are_not_tiny():
   pytest.importorskip('libtpu')
-  ranked = autotune(make, [16, 128], OPERANDS, chip='v5e')
-  assert [x.config for x in ranked] == [128, 16]
+  ranked = autotune(make, [128, 512], OPERANDS, chip='v5e')
+  assert [x.config for x in ranked] == [512, 128]
   assert ranked[0].unit == 'cycles'
 
 

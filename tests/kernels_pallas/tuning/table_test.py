@@ -62,10 +62,14 @@ def test_gmm_asks_the_table_and_obeys_the_caller(monkeypatch):
     return (64, 128, 256)
 
   monkeypatch.setattr(gmm_api, 'find_blocks', find)
-  grid = lambda **options: (
-    find_kernels(lambda *x: gmm(*x, **options), operands, CHIPS['v5e'])[0].grid
-  )
-  # Columns, blocks of rows (512 / 64 + 2 groups), inner tiles.
+
+  def grid(**options):
+    """Tiles of columns, blocks of rows at most, tiles of inner columns."""
+    found = find_kernels(lambda *x: gmm(*x, **options), operands, CHIPS['v5e'])
+    (blocks,) = (x.shape[0] for x in found[0].operands if len(x.shape) == 1)
+    return found[0].grid[0], blocks, found[0].grid[2]
+
+  # 512 / 64 + 2 groups.
   assert grid() == (2, 10, 2)
   assert asked == [('gmm', 'bfloat16 256x256x512', 'v5e')]
   assert grid(block=128, tiles=(256, 512)) == (1, 6, 1)

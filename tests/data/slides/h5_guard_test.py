@@ -30,13 +30,14 @@ PROGRAM = """
 import json, os, signal, sys, time
 print('ready', flush=True)
 for line in sys.stdin:
-  path, full = json.loads(line)
+  path, full, seconds = json.loads(line)
   if 'segfault' in path:
     signal.signal(signal.SIGSEGV, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGSEGV)
   if 'exit' in path:
     os._exit(7)
   if 'hang' in path:
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     time.sleep(60)
   print('done', flush=True)
 """

@@ -16,7 +16,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -74,34 +73,20 @@ class H5Guard:
     child = self._started()
     if child is None:
       return ''
-    request = json.dumps([os.fspath(path), full]).encode() + b'\n'
     try:
       limit = self._seconds + os.path.getsize(path) / 1e6
     except OSError:
       return ''
-    late = threading.Event()
-
-    def end() -> None:
-      late.set()
-      child.kill()
-
-    watch = threading.Timer(limit, end)
-    watch.start()
-    answer = self._answer(child, request)
-    watch.cancel()
-    watch.join()
-    if answer == _DONE and not late.is_set():
+    request = json.dumps([os.fspath(path), full, limit]).encode() + b'\n'
+    if self._answer(child, request) == _DONE:
       return ''
     self.close()
-    if answer == _DONE:
-      return ''
     code = child.returncode
-    cause = signal.Signals(-code).name if code < 0 else f'exit status {code}'
-    how = (
-      f'did not return in {limit:.0f} s'
-      if late.is_set()
-      else f'crashed ({cause})'
-    )
+    how = f'crashed (exit status {code})'
+    if code < 0 and -code == getattr(signal, 'SIGALRM', None):
+      how = f'did not return in {limit:.0f} s'
+    elif code < 0:
+      how = f'crashed ({signal.Signals(-code).name})'
     return (
       f'{path} is damaged: the HDF5 library {how} while reading it; copy or '
       'extract it again'
@@ -160,6 +145,12 @@ def touch(path: str, full: bool) -> None:
         found[()]
 
 
+def _alarm(seconds: float) -> None:
+  """Ends this process then, wherever it is, even if its parent is gone."""
+  if hasattr(signal, 'setitimer'):  # not on Windows
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
 def _serve() -> None:
   """Answers a line for each request, until there are no more."""
   import h5py  # noqa: F401  (before the first answer: a guard without it fails)
@@ -168,10 +159,13 @@ def _serve() -> None:
   out.write(_READY)
   out.flush()
   for line in sys.stdin.buffer:
+    path, full, seconds = json.loads(line)
+    _alarm(seconds)
     try:
-      touch(*json.loads(line))
+      touch(path, full)
     except Exception:  # noqa: S110  (told by whoever reads the file next)
       pass
+    _alarm(0)
     out.write(_DONE)
     out.flush()
 

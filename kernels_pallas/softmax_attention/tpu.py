@@ -12,7 +12,7 @@ that it empties are skipped, and their operands not fetched.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -36,10 +36,27 @@ from kernels_pallas.softmax_attention.tpu_grid import (
   by_pairs,
   by_query,
   head_major,
-  keeps_keys,
   make_specs,
   pad_row,
   prepare,
+)
+from kernels_pallas.softmax_attention.tpu_tile import (
+  add_pairs,
+  column_of,
+  column_scratch,
+  fill_columns,
+  first_queries,
+  in_parts,
+  key_scratch,
+  over_tiles,
+  query_logits,
+  rotate,
+  seen_keys,
+  sides,
+  to_row,
+  turned,
+  turned_once,
+  wide,
 )
 
 __all__ = ['backward', 'forward']
@@ -81,189 +98,10 @@ def _launch(
   )
 
 
-def _column(row: jax.Array) -> jax.Array:
-  """[1, N] -> [N, 128], the same number in all lanes."""
-  return jnp.broadcast_to(row, (LANES, row.shape[1])).T
-
-
-def _row(column: jax.Array) -> jax.Array:
-  """[N, 128] -> [1, N]."""
-  return column.T[:1]
-
-
-def _wide(column: jax.Array, size: int) -> jax.Array:
-  """[N, 128] -> [N, size]."""
-  return column if size == LANES else jnp.tile(column, (1, size // LANES))
-
-
-def _rotate(x: jax.Array, table: jax.Array, back: bool = False) -> jax.Array:
-  """`tiles.rotate` by rolls, which keep all lanes busy."""
-  half = table.shape[1] // 2
-  turned = pltpu.roll(table, half, 1)
-  first = jax.lax.broadcasted_iota(jnp.int32, table.shape, 1) < half
-  cos = jnp.where(first, table, turned)
-  sin = jnp.where(first, -turned, table)
-  sin = -sin if back else sin
-  wide = x.astype(jnp.float32)
-  return (wide * cos + pltpu.roll(wide, half, 1) * sin).astype(x.dtype)
-
-
-def _key_scratch(plan: Plan, operands: Operands) -> dict[str, Any]:
-  if not keeps_keys(plan, operands):
-    return {}
-  shape = plan.s * plan.m, operands.k.shape[-1]
-  return {'rotated': pltpu.VMEM(shape, operands.k.dtype)}
-
-
-def _turned(refs: Operands) -> jax.Array:
-  k = refs.k[...]
-  return k if refs.table is None else _rotate(k, refs.table[...])
-
-
-def _keys(
-  plan: Plan, refs: Operands, space: dict[str, Any], i: Any, j: Any, first: Any
-) -> jax.Array:
-  """The keys of a tile, rotated by the first queries that see them."""
-  if 'rotated' not in space:
-    return _turned(refs)
-  rotated = space['rotated']
-  rows = pl.ds(pl.multiple_of(j * plan.s, plan.s), plan.s)
-
-  @pl.when(i == first)
-  def _():
-    rotated[rows, :] = _turned(refs)
-
-  return rotated[rows, :]
-
-
-def _offset(config: Config, refs: Operands, b: Any) -> Any:
-  return config.offset if refs.offset is None else refs.offset[b]
-
-
-def _first(plan: Plan, refs: Operands, j: Any) -> Any:
-  """The first tile of queries that sees the keys of tile j."""
-  offset = _offset(plan.config, refs, pl.program_id(0))
-  k = j * plan.s, j * plan.s + plan.s - 1
-  span = offset, offset
-  return tiles.query_blocks(plan.config, k, span, plan.t, plan.n)[0]
-
-
-def _over_tiles(
-  config: Config,
-  plan: Plan,
-  refs: Operands,
-  b: jax.Array,
-  i: jax.Array,
-  j: jax.Array,
-  step: Callable[[Any], None],
-) -> None:
-  """Calls step(mask) where tile (i, j) of sequence b holds visible pairs.
-
-  `mask` makes the mask from the shape of a tile, the axis of its queries, and
-  the segments and spans of queries and keys; it is None where all is visible.
-  """
-  offset = _offset(config, refs, b)
-  limit = plan.limit if refs.limit is None else refs.limit[b]
-  q = i * plan.t + offset, i * plan.t + offset + plan.t - 1
-  k = j * plan.s, j * plan.s + plan.s - 1
-  some, every = tiles.overlap(config, q, k, limit)
-  if refs.query_segment is not None or refs.query_span is not None:
-    every = False
-
-  def mask(shape, axis, of_query, of_key):
-    iota = functools.partial(jax.lax.broadcasted_iota, jnp.int32, shape)
-    return tiles.visible(
-      config,
-      tiles.Side(iota(axis) + q[0], *of_query),
-      tiles.Side(iota(1 - axis) + k[0], *of_key),
-      limit,
-    )
-
-  run = lambda when, what: (
-    step(what) if when is True else pl.when(when)(lambda: step(what))
-  )
-  if every is True:
-    run(some, None)
-  elif every is False:
-    run(some, mask)
-  else:
-    run(every, None)
-    run(some & jnp.logical_not(every), mask)
-
-
-def _column_scratch(refs: Operands, names: list[str], size: int) -> dict:
-  """VMEM for columns of those operands that are there."""
-  return {
-    name: pltpu.VMEM((size, LANES), getattr(refs, name).dtype)
-    for name in names
-    if getattr(refs, name) is not None
-  }
-
-
-def _fill_columns(refs: Operands, space: dict[str, Any]) -> None:
-  for name, ref in space.items():
-    if name in Operands._fields:
-      ref[...] = _column(getattr(refs, name)[...])
-
-
-def _column_of(space: dict[str, Any], name: str, size: int) -> Any:
-  return _wide(space[name][...], size) if name in space else None
-
-
-def _sides(refs: Operands, space: dict[str, Any], side: str, size: int):
-  """Segment and span of `side`: from columns if they are there, or rows."""
-
-  def take(what):
-    name = f'{side}_{what}'
-    if name in space:
-      return _column_of(space, name, size)
-    ref = getattr(refs, name)
-    return None if ref is None else ref[...]
-
-  return take('segment'), take('span')
-
-
-def _add_pairs(
-  x: jax.Array,
-  seen: jax.Array | None,
-  refs: Operands,
-  transpose: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
-  if refs.pairs is None:
-    return x, seen
-  pairs = refs.pairs[...].astype(jnp.float32)
-  pairs = pairs.T if transpose else pairs
-  return x + pairs, tiles.shown(pairs, seen)
-
-
-def _query_logits(
-  config: Config,
-  plan: Plan,
-  refs: Operands,
-  space: dict[str, Any],
-  k: jax.Array,
-  mask: Any,
-) -> tuple[jax.Array, jax.Array | None]:
-  """[t, s], and which of them are seen."""
-  unit = config.scale * tiles.unit(config.weights)
-  x = dot(refs.q[...], k, transpose=True) * unit
-  if refs.bias is not None:
-    x += refs.bias[...]
-  seen = None
-  if mask is not None:
-    seen = mask(
-      x.shape,
-      0,
-      _sides(refs, space, 'query', plan.s),
-      _sides(refs, space, 'key', plan.s),
-    )
-  return _add_pairs(x, seen, refs)
-
-
 def _forward_body(refs, outputs, space, *, plan):
   config, (out, lse) = plan.config, outputs
   i, j = pl.program_id(2), pl.program_id(3)
-  first = _first(plan, refs, j) if 'rotated' in space else None
+  first = first_queries(plan, refs, j) if 'rotated' in space else None
   peak, total, acc = space['peak'], space['total'], space['acc']
 
   @pl.when(j == 0)
@@ -271,51 +109,64 @@ def _forward_body(refs, outputs, space, *, plan):
     peak[...] = jnp.full_like(peak, -jnp.inf)
     total[...] = jnp.zeros_like(total)
     acc[...] = jnp.zeros_like(acc)
-    _fill_columns(refs, space)
+    fill_columns(refs, space)
 
-  def step(mask):
-    k = _keys(plan, refs, space, i, j, first)
-    x, seen = _query_logits(config, plan, refs, space, k, mask)
-    x = tiles.hide(x, seen, -jnp.inf)
-    weights, decay, peak[...], total[...] = softmax_step(
-      x,
-      peak[...],
-      total[...],
-      1,
-      jnp.exp2,
-      lambda shift: _wide(shift, plan.s),
-    )
-    decayed = acc[...] * _wide(decay, acc.shape[1])
-    acc[...] = decayed + dot(weights, refs.v[...])
+  def step(mask, diagonal):
+    k = turned_once(plan, refs, space, i, j, first)
+    v = refs.v[...]
 
-  _over_tiles(config, plan, refs, pl.program_id(0), i, j, step)
+    def product(rows):
+      keys = seen_keys(plan, diagonal, rows).size
+      return dot(refs.q[rows, :], k[:keys], transpose=True)
+
+    for rows, x in in_parts(plan.t, product):
+      x, seen = query_logits(config, refs, space, rows, x, mask)
+      weights, decay, peak[rows, :], total[rows, :] = softmax_step(
+        tiles.hide(x, seen, -jnp.inf),
+        peak[rows, :],
+        total[rows, :],
+        1,
+        jnp.exp2,
+        functools.partial(wide, size=x.shape[1]),
+      )
+      decayed = acc[rows, :] * wide(decay, acc.shape[1])
+      acc[rows, :] = decayed + dot(weights, v[: x.shape[1]])
+
+  over_tiles(plan, refs, pl.program_id(0), i, j, step)
 
   @pl.when(j == plan.m - 1)
   def _():
     seen = total[...] > 0
     safe = jnp.where(seen, total[...], 1.0)
-    out[...] = (acc[...] / _wide(safe, acc.shape[1])).astype(out.dtype)
+    out[...] = (acc[...] / wide(safe, acc.shape[1])).astype(out.dtype)
     natural = peak[...] / LOG2E + jnp.log(safe)
-    lse[...] = _row(jnp.where(seen, natural, -jnp.inf))
+    lse[...] = to_row(jnp.where(seen, natural, -jnp.inf))
 
 
 def _silu_body(refs, outputs, space, *, plan):
   config, acc = plan.config, space['acc']
   i, j = pl.program_id(2), pl.program_id(3)
-  first = _first(plan, refs, j) if 'rotated' in space else None
+  first = first_queries(plan, refs, j) if 'rotated' in space else None
 
   @pl.when(j == 0)
   def _():
     acc[...] = jnp.zeros_like(acc)
-    _fill_columns(refs, space)
+    fill_columns(refs, space)
 
-  def step(mask):
-    k = _keys(plan, refs, space, i, j, first)
-    x, seen = _query_logits(config, plan, refs, space, k, mask)
-    weights, _ = silu(tiles.hide(x, seen, 0.0))
-    acc[...] += dot(weights, refs.v[...])
+  def step(mask, diagonal):
+    k = turned_once(plan, refs, space, i, j, first)
+    v = refs.v[...]
 
-  _over_tiles(config, plan, refs, pl.program_id(0), i, j, step)
+    def product(rows):
+      keys = seen_keys(plan, diagonal, rows).size
+      return dot(refs.q[rows, :], k[:keys], transpose=True)
+
+    for rows, x in in_parts(plan.t, product):
+      x, seen = query_logits(config, refs, space, rows, x, mask)
+      weights, _ = silu(tiles.hide(x, seen, 0.0))
+      acc[rows, :] += dot(weights, v[: x.shape[1]])
+
+  over_tiles(plan, refs, pl.program_id(0), i, j, step)
 
   @pl.when(j == plan.m - 1)
   def _():
@@ -347,8 +198,8 @@ def forward(
   ]
   scratch = {
     'acc': pltpu.VMEM((plan.t, values), jnp.float32),
-    **_key_scratch(plan, operands),
-    **_column_scratch(operands, ['query_segment', 'query_span'], plan.t),
+    **key_scratch(plan, operands),
+    **column_scratch(operands, ['query_segment', 'query_span'], plan.t),
   }
   if config.weights == 'softmax':
     lse = jax.ShapeDtypeStruct((batch, heads, 1, queries), jnp.float32)
@@ -372,36 +223,66 @@ def forward(
 
 
 def _query_slopes(
-  plan: Plan, refs: Operands, space: dict[str, Any], k: jax.Array, mask: Any
-) -> jax.Array:
-  """[t, s], the gradient of the logits."""
-  x, seen = _query_logits(plan.config, plan, refs, space, k, mask)
-  lse, delta = (_column_of(space, name, plan.s) for name in ('lse', 'delta'))
-  inner = dot(refs.g[...], refs.v[...], transpose=True)
-  return tiles.slopes(
-    plan.config.weights, x, seen, lse, delta, inner, jnp.exp2
-  )[1]
+  plan: Plan,
+  refs: Operands,
+  space: dict[str, Any],
+  k: jax.Array,
+  mask: Any,
+  diagonal: bool,
+) -> Iterator[tuple[Any, jax.Array]]:
+  """Some queries of a tile at a time, and the gradient of their logits."""
+  v = refs.v[...]
+
+  def product(rows):
+    keys = seen_keys(plan, diagonal, rows).size
+    return (
+      dot(refs.q[rows, :], k[:keys], transpose=True),
+      dot(refs.g[rows, :], v[:keys], transpose=True),
+    )
+
+  kind = plan.config.weights
+  for rows, (x, inner) in in_parts(plan.t, product):
+    x, seen = query_logits(plan.config, refs, space, rows, x, mask)
+    lse, delta = (
+      column_of(space, name, rows, x.shape[1]) for name in ('lse', 'delta')
+    )
+    yield rows, tiles.slopes(kind, x, seen, lse, delta, inner, jnp.exp2)[1]
 
 
 def _dq_body(refs, outputs, space, *, plan):
   config, acc = plan.config, space['acc']
   i, j = pl.program_id(2), pl.program_id(3)
-  first = _first(plan, refs, j) if 'rotated' in space else None
+  first = first_queries(plan, refs, j) if 'rotated' in space else None
 
   @pl.when(j == 0)
   def _():
     acc[...] = jnp.zeros_like(acc)
-    _fill_columns(refs, space)
+    fill_columns(refs, space)
 
-  def step(mask):
-    k = _keys(plan, refs, space, i, j, first)
-    acc[...] += dot(_query_slopes(plan, refs, space, k, mask), k)
+  def step(mask, diagonal):
+    k = turned_once(plan, refs, space, i, j, first)
+    for rows, slope in _query_slopes(plan, refs, space, k, mask, diagonal):
+      acc[rows, :] += dot(slope, k[: slope.shape[1]])
 
-  _over_tiles(config, plan, refs, pl.program_id(0), i, j, step)
+  over_tiles(plan, refs, pl.program_id(0), i, j, step)
 
   @pl.when(j == plan.m - 1)
   def _():
     outputs[0][...] = (acc[...] * config.scale).astype(outputs[0].dtype)
+
+
+def _key_logits(config, refs, space, rows, queries, x, mask):
+  """`query_logits` with the keys `rows` in rows and `queries` in lanes."""
+  x *= config.scale * tiles.unit(config.weights)
+  if refs.bias is not None:
+    x += column_of(space, 'bias', rows, x.shape[1])
+  seen = None
+  if mask is not None:
+    both = (sides(refs, space, y, rows, queries) for y in ('query', 'key'))
+    seen = mask(x.shape, 1, *both, queries.start, rows.start)
+  if refs.pairs is None:
+    return x, seen
+  return add_pairs(x, seen, refs.pairs[queries, rows].T)
 
 
 def _dkv_body(refs, outputs, space, *, plan):
@@ -415,45 +296,48 @@ def _dkv_body(refs, outputs, space, *, plan):
     for name in ('dk', 'dv', 'db'):
       if name in space:
         space[name][...] = jnp.zeros_like(space[name])
-    keys[...] = _turned(refs)
-    _fill_columns(refs, space)
+    keys[...] = turned(refs)
+    fill_columns(refs, space)
 
-  def step(mask):
+  def step(mask, diagonal):
     q, g = refs.q[...], refs.g[...]
-    x = dot(keys[...], q, transpose=True)
-    x *= config.scale * tiles.unit(config.weights)
-    if refs.bias is not None:
-      x += _column_of(space, 'bias', plan.t)
-    seen = None
-    if mask is not None:
-      sides = [_sides(refs, space, side, plan.t) for side in ('query', 'key')]
-      seen = mask(x.shape, 1, *sides)
-    x, seen = _add_pairs(x, seen, refs, transpose=True)
-    lse, delta = (
-      None if row is None else row[...] for row in (refs.lse, refs.delta)
-    )
-    inner = dot(refs.v[...], g, transpose=True)
-    weights, slope = tiles.slopes(
-      config.weights, x, seen, lse, delta, inner, jnp.exp2
-    )
-    dv[...] += dot(weights, g)
-    if 'db' in space:
-      parts = jnp.split(slope, plan.t // LANES, 1)
-      space['db'][...] += functools.reduce(jnp.add, parts)
-    dk[...] += dot(slope, q)
+    # Of the queries those that see some of the keys.
+    start = lambda rows: rows.start if diagonal else 0
 
-  _over_tiles(config, plan, refs, pl.program_id(0), i, j, step)
+    def product(rows):
+      return (
+        dot(keys[rows, :], q[start(rows) :], transpose=True),
+        dot(refs.v[rows, :], g[start(rows) :], transpose=True),
+      )
+
+    for rows, (x, inner) in in_parts(plan.s, product):
+      queries = pl.ds(start(rows), x.shape[1])
+      x, seen = _key_logits(config, refs, space, rows, queries, x, mask)
+      lse, delta = (
+        None if row is None else row[:, queries]
+        for row in (refs.lse, refs.delta)
+      )
+      weights, slope = tiles.slopes(
+        config.weights, x, seen, lse, delta, inner, jnp.exp2
+      )
+      dv[rows, :] += dot(weights, g[queries.start :])
+      if 'db' in space:
+        parts = jnp.split(slope, slope.shape[1] // LANES, 1)
+        space['db'][rows, :] += functools.reduce(jnp.add, parts)
+      dk[rows, :] += dot(slope, q[queries.start :])
+
+  over_tiles(plan, refs, pl.program_id(0), i, j, step)
 
   @pl.when(count == plan.n * plan.share - 1)
   def _():
     total = dk[...] * config.scale
     if refs.table is not None:
-      total = _rotate(total, refs.table[...], back=True)
+      total = rotate(total, refs.table[...], back=True)
     outputs[0][...] = total.astype(outputs[0].dtype)
     outputs[1][...] = dv[...].astype(outputs[1].dtype)
     if 'db' in space:
       column = jnp.sum(space['db'][...], 1, keepdims=True)
-      outputs[2][...] = _row(jnp.broadcast_to(column, (plan.s, LANES)))
+      outputs[2][...] = to_row(jnp.broadcast_to(column, (plan.s, LANES)))
 
 
 def _dq(
@@ -478,8 +362,8 @@ def _dq(
     ],
     {
       'acc': pltpu.VMEM((plan.t, dim), jnp.float32),
-      **_key_scratch(plan, operands),
-      **_column_scratch(operands, columns, plan.t),
+      **key_scratch(plan, operands),
+      **column_scratch(operands, columns, plan.t),
     },
     'attention_dq',
     interpret,
@@ -498,7 +382,7 @@ def _dkv(
     'keys': pltpu.VMEM((plan.s, dim), dtype),
     'dk': pltpu.VMEM((plan.s, dim), jnp.float32),
     'dv': pltpu.VMEM((plan.s, values), jnp.float32),
-    **_column_scratch(operands, columns, plan.s),
+    **column_scratch(operands, columns, plan.s),
   }
   outputs = [
     (
@@ -539,12 +423,13 @@ def _dpairs_body(refs, outputs, space, *, plan, locate):
   def _():
     acc[...] = jnp.zeros_like(acc)
 
-  def step(mask):
-    _fill_columns(refs, space)
-    k = _turned(refs)
-    acc[...] += _query_slopes(plan, refs, space, k, mask)
+  def step(mask, diagonal):
+    fill_columns(refs, space)
+    k = turned(refs)
+    for rows, slope in _query_slopes(plan, refs, space, k, mask, diagonal):
+      acc[rows, pl.ds(0, slope.shape[1])] += slope
 
-  _over_tiles(plan.config, plan, refs, b, i, j, step)
+  over_tiles(plan, refs, b, i, j, step)
 
   @pl.when(step_id == pl.num_programs(4) - 1)
   def _():
@@ -573,7 +458,7 @@ def _dpairs(plan: Plan, operands: Operands, interpret: Any) -> jax.Array:
     ],
     {
       'acc': pltpu.VMEM((plan.t, plan.s), jnp.float32),
-      **_column_scratch(operands, ['query_segment', 'query_span'], plan.t),
+      **column_scratch(operands, ['query_segment', 'query_span'], plan.t),
     },
     'attention_dpairs',
     interpret,

@@ -51,6 +51,12 @@ def draw(shape, names, seed=0):
     'segments': {
       'segment_ids': (integers(0, 3, (b, t)), integers(0, 4, (b, s)))
     },
+    # In the order of the sequence, some of them empty.
+    'packed': {
+      'segment_ids': tuple(
+        np.sort(integers(0, 9, (b, n)), 1) // 2 * 2 for n in (t, s)
+      )
+    },
     'bias': {'key_bias': np.where(rng.random((b, s)) < 0.3, -np.inf, 1) + 0.0},
     'spans': {
       'spans': Spans(

@@ -6,9 +6,10 @@ Axes: n bags, F folds, B rows of a batch, P features.
 import ast
 import zlib
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
@@ -17,7 +18,7 @@ from experiments.slides_tasks import Task, make_task
 from tmlib import train
 from tmlib.config import config_field
 from tmlib.data import bucket_size, slides
-from tmlib.mil import MODELS, create_model, model_options
+from tmlib.mil import MODELS, create_model, model_options, scale_features
 
 __all__ = [
   'graph_of', 'make', 'make_network', 'make_reader', 'predict', 'scaling',
@@ -33,8 +34,12 @@ def make(config, workdir: Path | None = None) -> train.Experiment:
     options = network_options(config)
   study = load_study(config, workdir)
   graph = graph_of(config, study.has_coords)
+  if workdir is not None and not config.train.compilation_cache:
+    # Folds are one program: the first compiles it.
+    config.train.compilation_cache = str(workdir / 'compiled')
+  plan = _plan(config, study)
   parts = {
-    fold.name: _part(config, study, fold, graph, options)
+    fold.name: _part(config, study, fold, plan, graph, options)
     for fold in study.folds
   }
 
@@ -129,20 +134,55 @@ def scaling(config, study: Study, fold: Fold) -> Any:
   return mean[None], std[None]
 
 
-def _part(
-  config, study: Study, fold: Fold, graph: str, options: dict[str, Any]
-) -> train.Experiment:
-  task = make_task(config, study, fold)
+class _Plan(NamedTuple):
+  """What all folds have in common, so that they share their programs.
+
+  Attributes:
+    steps: of training.
+    size: bags in a batch.
+    buckets: padded sizes of training.
+    eval_buckets: and of evaluation.
+  """
+
+  steps: int
+  size: int
+  buckets: list[int]
+  eval_buckets: list[int]
+
+
+def _plan(config, study: Study) -> _Plan:
+  counts = [len(fold.train) for fold in study.folds]
+  size = min(config.train.batch_size, _multiple(config, min(counts)))
   steps = config.train.steps
-  size = min(config.train.batch_size, _multiple(config, len(fold.train)))
   if steps == 0:
-    steps = config.epochs * -(-len(fold.train) // size)
-    steps = max(steps, config.min_steps)
-  optimizer, schedule = train.make_optimizer(config.optimizer, steps)
+    steps = max(config.epochs * -(-max(counts) // size), config.min_steps)
+  drawn = [
+    _lengths(config, study, _order(config, study, fold, steps, size))
+    for fold in study.folds
+  ]
+  longest = np.concatenate([x.reshape(-1, size).max(1) for x in drawn])
+  every = study.lengths(np.arange(len(study.cohort.names)))
+  return _Plan(
+    steps, size, _buckets(longest, _TRAIN_BUCKETS),
+    _buckets(every, _EVAL_BUCKETS),
+  )  # fmt: skip
+
+
+def _lengths(config, study: Study, order: np.ndarray) -> np.ndarray:
+  lengths = study.lengths(order)
+  most = config.data.max_patches
+  return np.minimum(lengths, most) if most else lengths
+
+
+def _part(
+  config, study: Study, fold: Fold, plan: _Plan, graph: str,
+  options: dict[str, Any],
+) -> train.Experiment:  # fmt: skip
+  task = make_task(config, study, fold)
+  optimizer, schedule = train.make_optimizer(config.optimizer, plan.steps)
   build = task.build(
     make_network(config, study.dim, task.num_outputs, options),
     optimizer,
-    statistics=scaling(config, study, fold),
     schedule=schedule,
     microbatches=config.train.microbatches,
     ema_decay=config.optimizer.ema_decay or None,
@@ -152,19 +192,32 @@ def _part(
     config, study.cohort.files, dim=study.dim, graph=graph,
     coords=study.has_coords, half=study.half,
   )  # fmt: skip
+  statistics = scaling(config, study, fold)
   evaluations = {
-    name: _pass(config, study, reader, task, index)
+    name: _scaled(_pass(config, study, reader, task, index, plan), statistics)
     for name, index in (('val', fold.val), ('test', fold.test))
     if len(index)
   }
   return train.Experiment(
     build,
-    _stream(config, study, fold, reader, task, steps, size),
-    steps=steps,
+    _scaled(_stream(config, study, fold, reader, task, plan), statistics),
+    steps=plan.steps,
     evaluations=evaluations,
     summarize=task.summarize,
     names=study.cohort.names,
   )
+
+
+def _scaled(data: train.Data, statistics: Any) -> train.Data:
+  """Standardises bags by mean and std [1, P], which are data of the program."""
+  if statistics is None:
+    return data
+
+  def gathered(resident: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    row = jnp.zeros(batch['id'].shape, jnp.int32)
+    return batch | {'bag': scale_features(batch['bag'], row, resident)}
+
+  return data._replace(resident=statistics, gather=gathered)
 
 
 def _devices(config) -> int:
@@ -201,7 +254,6 @@ def _collate(reader: slides.BagReader, task: Task):
       'bag': slides.stack_bags(bags, bucket),
       'id': index.astype(np.int32),
       'weight': real.astype(np.float32),
-      'fold': np.zeros(len(items), np.int32),
       # Position 0 stands in for padding, whose weight is 0.
       **{name: x[np.maximum(index, 0)] for name, x in task.arrays.items()},
     }
@@ -210,6 +262,7 @@ def _collate(reader: slides.BagReader, task: Task):
 
 
 def _order(config, study, fold, steps: int, size: int) -> np.ndarray:
+  steps = max(steps, 1)
   seed, draws = config.seed, steps * size
   sampler = config.data.sampler
   if sampler == 'balanced':
@@ -224,20 +277,17 @@ def _order(config, study, fold, steps: int, size: int) -> np.ndarray:
 
 
 def _stream(
-  config, study: Study, fold: Fold, reader, task: Task, steps: int, size: int
+  config, study: Study, fold: Fold, reader, task: Task, plan: _Plan
 ) -> train.Data:
   """Training batches; position is a function of the step alone."""
-  order = _order(config, study, fold, max(steps, 1), size)
-  lengths = study.lengths(order)
-  if config.data.max_patches:
-    lengths = np.minimum(lengths, config.data.max_patches)
-  longest = lengths.reshape(-1, size).max(1)
+  size = plan.size
+  order = _order(config, study, fold, plan.steps, size)
   data = train.source_data(
     cast(Any, _Draws(reader, order, True)),
     _collate(reader, task),
     size,
-    lengths=lengths.tolist(),
-    buckets=_buckets(longest, _TRAIN_BUCKETS),
+    lengths=_lengths(config, study, order).tolist(),
+    buckets=plan.buckets,
     shuffle=False,
     workers=config.train.workers,
   )
@@ -252,7 +302,9 @@ def _stream(
   return data._replace(fingerprint=fingerprint)
 
 
-def _pass(config, study: Study, reader, task: Task, index) -> train.Data:
+def _pass(
+  config, study: Study, reader, task: Task, index, plan: _Plan
+) -> train.Data:
   """Every bag once, whole, shortest first: little is padded."""
   lengths = study.lengths(index)
   order = np.asarray(index)[np.argsort(lengths, kind='stable')]
@@ -262,7 +314,7 @@ def _pass(config, study: Study, reader, task: Task, index) -> train.Data:
     _collate(reader, task),
     _multiple(config, config.train.eval_batch_size),
     lengths=lengths.tolist(),
-    buckets=_buckets(lengths, _EVAL_BUCKETS),
+    buckets=plan.eval_buckets,
     one_pass=True,
     workers=config.train.workers,
   )

@@ -74,16 +74,17 @@ def _subtype(config, study, fold) -> Task:
       f'{fold.name}: no bag of class {str(classes[counts.argmin()])!r} to train'
       ' on; choose other splits, or fewer folds'
     )
-  weights = None
+  arrays = {'label': label}
   if config.loss.class_weights:
-    weights = tuple(len(fold.train) / (len(classes) * counts))
+    # In the batch, not in the program: folds share one.
+    weights = len(fold.train) / (len(classes) * counts)
+    arrays['class_weight'] = weights[label].astype(np.float32)
 
   def build(model, optimizer, **options):
     return classification_method(
       model,
       optimizer,
       num_classes=len(classes),
-      class_weights=weights,
       label_smoothing=config.loss.label_smoothing,
       aux_weights=aux_weights(config),
       **options,
@@ -96,7 +97,7 @@ def _subtype(config, study, fold) -> Task:
     )
 
   return Task(
-    len(classes), {'label': label}, build, summarize,
+    len(classes), arrays, build, summarize,
     {'classes': classes.tolist()},
   )  # fmt: skip
 

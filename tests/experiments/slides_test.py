@@ -95,6 +95,13 @@ def test_the_report(trained):
   assert len(list((out / 'heatmaps').glob('*.png'))) == 2
 
 
+def test_folds_share_their_programs(trained):
+  root, _ = trained
+  programs = [x.name for x in (root / 'run' / 'compiled').glob('jit_one-*')]
+  # All bags fit one bucket: a step and an evaluation, for both folds.
+  assert len(programs) == 2
+
+
 def test_a_prediction_is_what_the_loop_evaluated(trained):
   root, _ = trained
   predictor = slides_predict.Predictor(root / 'run', [1])

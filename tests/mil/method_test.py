@@ -254,6 +254,19 @@ def test_runs_carry_their_fold():
     tag_runs(pass_data(arrays, 4), np.arange(3))
 
 
+def test_class_weights_may_lie_in_the_batch():
+  batch = _batch(*_bags())
+  weights = np.array([0.5, 3.0], np.float32)
+  state = _plain().init(jax.random.key(0), batch)
+  want = _method(class_weights=(0.5, 3.0)).evaluate(state, batch)['sums']
+  weighted = batch | {'class_weight': weights[batch['label']]}
+  found = _plain().evaluate(state, weighted)['sums']
+  plain = _plain().evaluate(state, batch)['sums']
+  for name in ('loss', 'cross_entropy', 'accuracy'):
+    np.testing.assert_allclose(found[name], want[name], rtol=1e-6)
+  assert abs(float(plain['loss'][0] - want['loss'][0])) > 0.1
+
+
 @pytest.mark.parametrize(
   ('options', 'words'),
   [

@@ -98,8 +98,9 @@ def classification_method(
 
   Batch: 'bag' (leaves [B, N, ...]), 'label' [B] or [B, S] int, 'weight' same
   shape float32 (zero = padding), 'id' same shape int32; with `statistics` also
-  'fold' [B] int32 (see `tag_runs`). Dropout keys fold the id of a row (of its
-  first bag, where packed) into the key of the step.
+  'fold' [B] int32 (see `tag_runs`); where there is one, 'class_weight', w_y of
+  each bag, for weights that differ between runs. Dropout keys fold the id of a
+  row (of its first bag, where packed) into the key of the step.
 
   Args:
     model: module with apply({'params': p}, bag, train=, dropout_keys=) ->
@@ -177,6 +178,7 @@ class _Objective(NamedTuple):
       label_smoothing=self.label_smoothing,
     )
     entropy, class_weight = loss(logits)
+    class_weight = class_weight * batch.get('class_weight', 1.0)
     aux = auxiliary_losses(output, lambda logits: loss(logits)[0], label)
     missing = sorted(set(self.aux_weights) - set(aux))
     if missing:

@@ -5,8 +5,11 @@
 Writes float16 features to a temporary folder (or --folder), asks the system to
 drop them from its page cache, and trains on them for one epoch: reading, the
 graph and stacking run in threads while the device computes. Printed: reading
-alone, the step alone (batch in memory), and the step fed from disk. The share
-of input is what the last takes beyond the step alone.
+alone, the step alone (batch in memory), and the step fed from disk, with the
+processor time of each and what came from the disk; the share of the last that
+was spent waiting for input; and what binds, which is the largest of reading
+alone, the step alone and, where the device is the processor, the time that
+both take from its cores.
 """
 
 import argparse
@@ -105,17 +108,17 @@ def measure(args, paths: list[Path]) -> None:
   state, _ = jax.block_until_ready(update(state, batch))
 
   drop(paths)
-  start = time.perf_counter()
+  reading = Clock(steps)
   for step in range(steps):
     load(step)
-  reading = (time.perf_counter() - start) / steps
-  start = time.perf_counter()
+  reading.stop()
+  alone = Clock(steps)
   for _ in range(steps):
     state, metrics = update(state, batch)
     jax.block_until_ready(metrics)
-  alone = (time.perf_counter() - start) / steps
+  alone.stop()
   drop(paths)
-  waited, start = 0.0, time.perf_counter()
+  waited, both = 0.0, Clock(steps)
   batches = prefetch(load, iter(range(steps)))
   for _ in range(steps):
     before = time.perf_counter()
@@ -123,21 +126,60 @@ def measure(args, paths: list[Path]) -> None:
     waited += time.perf_counter() - before
     state, metrics = update(state, batch)
     jax.block_until_ready(metrics)
-  both = (time.perf_counter() - start) / steps
+  both.stop()
   batches.close()
-  megabytes = size * args.patches * args.dim * 2 / 1e6
   print(
     f'{args.model}, {len(paths)} slides of {args.patches} x {args.dim} float16,'
-    f' batch {size}, graph {args.graph}, {jax.devices()[0].device_kind}, '
-    f'{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}'
+    f' batch {size}, {steps} steps, graph {args.graph}, '
+    f'{jax.devices()[0].device_kind}, {cores()} cores, '
+    f'load {os.getloadavg()[0]:.1f}'
   )
-  print(
-    f'reading alone   {reading:7.3f} s/step, {megabytes / reading:.0f} MB/s'
-  )
-  print(f'step alone      {alone:7.3f} s/step')
-  print(f'step from disk  {both:7.3f} s/step')
-  print(f'waited for input {waited / steps:6.3f} s/step, '
-        f'{100 * waited / steps / both:.0f} % of the step')  # fmt: skip
+  for name, clock in (
+    ('reading alone', reading), ('step alone', alone),
+    ('step from disk', both),
+  ):  # fmt: skip
+    print(f'{name:15}{clock}')
+  share = waited / steps / both.wall
+  print(f'waited for input {waited / steps:6.3f} s/step, {share:.0%} of it')
+  bounds = {
+    'reading (disk and unpacking)': reading.wall,
+    'the step': alone.wall,
+  }
+  if jax.default_backend() == 'cpu':
+    bounds['the cores'] = (reading.cpu + alone.cpu) / cores()
+  name, least = max(bounds.items(), key=lambda item: item[1])
+  print(f'binding: {name}, at least {least:.3f} s/step')
+
+
+def cores() -> int:
+  """Cores that this process may use."""
+  return len(os.sched_getaffinity(0))
+
+
+class Clock:
+  """Wall and processor seconds, and megabytes from the disk, per step."""
+
+  def __init__(self, steps: int):
+    self.steps, self._start = steps, self._now()
+    self.wall = self.cpu = self.disk = 0.0
+
+  def _now(self) -> np.ndarray:
+    try:
+      text = Path('/proc/self/io').read_text()
+      disk = float(text.split('read_bytes:')[1].split()[0]) / 1e6
+    except OSError:
+      disk = float('nan')
+    return np.array([time.perf_counter(), time.process_time(), disk])
+
+  def stop(self) -> None:
+    """Takes the times of a step since the start."""
+    self.wall, self.cpu, self.disk = (self._now() - self._start) / self.steps
+
+  def __str__(self) -> str:
+    return (
+      f'{self.wall:7.3f} s/step, {self.cpu:6.3f} s of processor, '
+      f'{self.disk:6.1f} MB from disk'
+    )
 
 
 if __name__ == '__main__':

@@ -9,7 +9,14 @@ import numpy as np
 import optax
 import pytest
 
-from tests.mil.bags import CLASSES, compiled, grid_bags, small
+from tests.mil.bags import (
+  CLASSES,
+  FEATURES,
+  compiled,
+  grid_bags,
+  junk,
+  small,
+)
 from tmlib.mil import (
   MODELS,
   Bag,
@@ -302,6 +309,53 @@ def test_vila_mil_by_numpy():
   text = unit(text) + p['text_shift']
   text = text + attend(2, text, np.concatenate([proto, x]))
   np.testing.assert_allclose(output.logits[2], text @ image, **CLOSE)
+
+
+def test_vila_mil_of_two_scales_is_the_sum_of_both():
+  text = np.random.default_rng(8).normal(size=(CLASSES, FEATURES))
+  model = small('vila_mil', low_text=text, dropout=0.0)
+  bags, low = grid_bags(), batch_bags(grid_bags((2, 3, 1, 0), seed=5), n=4)
+  bag = batch_bags(bags, n=16)
+  shapes = jax.eval_shape(model.init, jax.random.key(0), bag, low=low)
+  rng = np.random.default_rng(2)
+  params = jax.tree.map(
+    lambda x: jnp.asarray(0.5 * rng.normal(size=x.shape), x.dtype), shapes
+  )['params']
+  apply = jax.jit(
+    lambda bag, low: model.apply({'params': params}, bag, low=low)
+  )
+  output = apply(bag, low)
+  _, _, one = compiled('vila_mil')
+  fine = {k: v for k, v in params.items() if not k.endswith('_low')}
+  want = one({'params': fine}, bag)
+  coarse = {k[:-4]: v for k, v in params.items() if k.endswith('_low')}
+  other = jax.jit(small('vila_mil', text=text).apply)({'params': coarse}, low)
+  np.testing.assert_allclose(output.logits, want.logits + other.logits, **CLOSE)
+  np.testing.assert_allclose(output.attention, want.attention, **CLOSE)
+  np.testing.assert_allclose(
+    output.extras['low_attention'], other.attention, **CLOSE
+  )
+  assert output.slide_features.shape == (4, 2 * FEATURES)
+  # The junk of one scale's padding stays out of the other.
+  again = apply(junk(bag), junk(low))
+  np.testing.assert_allclose(again.logits, output.logits, **CLOSE)
+
+
+def test_two_scales_need_two_texts():
+  bag = batch_bags(grid_bags(), n=16)
+  init = lambda model, **more: jax.eval_shape(
+    model.init, jax.random.key(0), bag, **more
+  )
+  with pytest.raises(ValueError, match='low_text absent and low given'):
+    init(small('vila_mil'), low=bag)
+  text = np.ones((CLASSES, FEATURES))
+  two = small('vila_mil', low_text=text)
+  with pytest.raises(ValueError, match='low_text given and low absent'):
+    init(two)
+  with pytest.raises(ValueError, match='must hold the same bags'):
+    init(two, low=batch_bags(grid_bags((2, 3)), n=16))
+  with pytest.raises(ValueError, match=r'expected \(3, 6\)'):
+    small('vila_mil', low_text=text[:, :5])
 
 
 @pytest.mark.parametrize(

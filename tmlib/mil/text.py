@@ -58,7 +58,9 @@ def unit(x: jax.Array) -> jax.Array:
   return jnp.where(some, x / norm, 0)
 
 
-def in_text_space(module: Any, bag: Bag, size: int) -> jax.Array:
+def in_text_space(
+  module: Any, bag: Bag, size: int, name: str = 'to_text'
+) -> jax.Array:
   """Instances in the space of the text encoder; called in a compact module.
 
   `bag.concepts` where the bag has them, else the features where they have its
@@ -68,6 +70,7 @@ def in_text_space(module: Any, bag: Bag, size: int) -> jax.Array:
     module: a model with attributes in_dim and dtype.
     bag: leaves [B, N, ...].
     size: Q.
+    name: of the map.
 
   Returns:
     [B, N, Q], float32 or wider, zero in padding.
@@ -85,5 +88,5 @@ def in_text_space(module: Any, bag: Bag, size: int) -> jax.Array:
     return wide(jnp.where(bag.mask[..., None], bag.concepts, 0))
   if features.shape[-1] == size:
     return wide(features)
-  dense = nn.Dense(size, use_bias=False, dtype=module.dtype, name='to_text')
+  dense = nn.Dense(size, use_bias=False, dtype=module.dtype, name=name)
   return wide(dense(features))

@@ -32,6 +32,8 @@ __all__ = [
 
 # Elements of the edge products that inner products hold at once (2 MiB).
 _BLOCK = 2**19
+# Rows that a weighted sum writes at once.
+_ROWS = 4096
 
 
 def _extend(graph: PatchGraph, x: jax.Array) -> jax.Array:
@@ -70,16 +72,25 @@ def transpose(graph: PatchGraph, w: jax.Array) -> jax.Array:
 
 def spmm(graph: PatchGraph, w: jax.Array, x: jax.Array) -> jax.Array:
   """y_i = sum_k w_ik x[nbr_ik]; [..., N, K], [..., N, D] -> [..., N, D]."""
-  dtype = _wide(w, x)
+  lead, n, dtype = x.ndim - 2, x.shape[-2], _wide(w, x)
   w = jnp.where(graph.emask, w, 0).astype(dtype)
   w, reach = jax.lax.optimization_barrier((w, _extend(graph, x)))
-  y = jnp.zeros(x.shape, dtype)
-  for k in range(graph.num_slots):
-    near = _take(reach, graph.nbr[..., k], x.ndim - 2)
-    # where, not multiply: 0 * NaN in a padded row is NaN.
-    near = jnp.where(graph.emask[..., k, None], near, 0)
-    y += w[..., k, None] * near.astype(dtype)
-  return y.astype(x.dtype)
+
+  def add(part):
+    w, nbr, emask = part
+    y = jnp.zeros((), dtype)
+    for k in range(graph.num_slots):
+      near = _take(reach, nbr[..., k], lead)
+      # where, not multiply: 0 * NaN in a padded row is NaN.
+      near = jnp.where(emask[..., k, None], near, 0)
+      y += w[..., k, None] * near.astype(dtype)
+    return y
+
+  # By blocks, so that y is written out: XLA would give each reader of y a loop
+  # of its own, and write out the gathers for them.
+  rows = min(_ROWS, -(-n // 2))
+  parts = [_split(v, rows) for v in (w, graph.nbr, graph.emask)]
+  return _merge(jax.lax.map(add, parts), n, lead).astype(x.dtype)
 
 
 def _combine(gates, weights, k):
@@ -156,17 +167,22 @@ def _gated_sum(graph, far, own, gates, x):
   return y.astype(reach.dtype)
 
 
+def _limit(features: int, slots: int) -> int:
+  """Rows per block whose edge products stay in the cache."""
+  return max(_BLOCK // max(features * slots, 1), 64)
+
+
 def _block_size(n: int, limit: int) -> int:
   """Rows per block: a divisor of n near the limit, which spares a copy."""
-  limit = max(1, min(n, max(limit, 64)))
+  limit = max(1, min(n, limit))
   divisors = (b for b in range(limit, limit // 4, -1) if n % b == 0)
   return next(divisors, limit)
 
 
-def _split(rows: jax.Array, features: int, slots: int) -> jax.Array:
+def _split(rows: jax.Array, limit: int) -> jax.Array:
   """[..., N, J] -> [blocks, ..., rows per block, J], zeros at the end."""
   *lead, n, last = rows.shape
-  block = _block_size(n, _BLOCK // max(features * slots, 1))
+  block = _block_size(n, limit)
   count = -(-n // block)
   pad = [(0, 0)] * len(lead) + [(0, count * block - n), (0, 0)]
   rows = jnp.pad(rows, pad).reshape(*lead, count, block, last)
@@ -200,7 +216,8 @@ def sddmm(graph: PatchGraph, a: jax.Array, b: jax.Array) -> jax.Array:
     e = _exact(flat, jnp.ones((d, 1), dtype)).reshape(emask.shape)
     return jnp.where(emask, e, 0)
 
-  parts = [_split(v, d, slots) for v in (a, graph.nbr, graph.emask)]
+  limit = _limit(d, slots)
+  parts = [_split(v, limit) for v in (a, graph.nbr, graph.emask)]
   e = _merge(jax.lax.map(dots, parts), n, lead)
   return e.astype(jnp.result_type(a, b))
 
@@ -248,8 +265,9 @@ def gated_coefficients(
     w = jnp.stack(w, lead).reshape(*basis.shape[:-1], -1)
     return total + _exact(w, flat), dw.reshape(*emask.shape, -1)
 
-  nodes = [_split(v, d, slots) for v in (x, g, graph.nbr, graph.emask)]
-  parts = (*nodes, [_split(w, d, slots) for w in weights])
+  limit = _limit(d, slots)
+  nodes = [_split(v, limit) for v in (x, g, graph.nbr, graph.emask)]
+  parts = (*nodes, [_split(w, limit) for w in weights])
   total, dw = jax.lax.scan(step, jnp.zeros_like(basis), parts)
   dw = _merge(dw, n, lead)
   count = range(len(gates))

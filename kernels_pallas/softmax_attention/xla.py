@@ -62,8 +62,11 @@ class _Plan(NamedTuple):
 
 def _plan(config: Config, rows: Rows, queries: int, keys: int) -> _Plan:
   blocks = config.blocks or _BLOCKS
-  t, n = split_evenly(queries, blocks.query, 1)
   s, m = split_evenly(keys, blocks.key, 1)
+  if config.blocks is None and m == 1:
+    # Few keys: the same tile is filled by more queries.
+    blocks = Blocks(_BLOCKS.query * max(1, _BLOCKS.key // s), s)
+  t, n = split_evenly(queries, blocks.query, 1)
   offset, offsets = config.offset, (config.offset, config.offset)
   if rows.offset is not None:
     offset = rows.offset[:, None, None, None, None]

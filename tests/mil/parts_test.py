@@ -174,7 +174,7 @@ def test_gradient_of_the_depthwise_convolution():
 def test_pseudo_inverse():
   a = softmax(np.random.default_rng(0).normal(size=(2, 5, 5)) * 2)
   with jax.enable_x64(True):
-    got = nystrom.pseudo_inverse(jnp.asarray(a), 25)
+    got = nystrom.pseudo_inverse(jnp.asarray(a), iterations=25)
   np.testing.assert_allclose(got, np.linalg.pinv(a), rtol=1e-6, atol=1e-8)
 
 
@@ -188,11 +188,9 @@ def test_as_many_landmarks_as_tokens_give_exact_attention():
       *map(jnp.asarray, (qkv, out, bias, np.zeros((3, h))))
     )
     options: Any = {'m': n, 'iterations': 40}
-    count = jnp.int32(n)
-    got = nystrom.nystrom_attention(jnp.asarray(x), count, params, **options)
-    row, look = nystrom.nystrom_first_token(
-      jnp.asarray(x), count, params, **options
-    )
+    args = jnp.asarray(x)[None], jnp.full(1, n, jnp.int32), params
+    (got,) = nystrom.nystrom_attention(*args, **options)
+    (row,), (look,) = nystrom.nystrom_first_token(*args, **options)
   q, k, v = np.einsum('te,eihd->ihtd', x, qkv)
   a = softmax(np.einsum('htd,hsd->hts', q, k) / np.sqrt(2))
   want = np.einsum('hts,hsd,hde->te', a, v, out) + bias

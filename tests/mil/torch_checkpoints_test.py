@@ -153,9 +153,8 @@ def test_nystrom_equals_the_package():
   )
   # Two rows more than there are tokens.
   padded = np.pad(x, ((0, 2), (0, 0)))
-  got = nystrom_attention(
-    padded, jnp.int32(len(x)), params, m=4, shared_norm=True
-  )
+  count = jnp.full(1, len(x), jnp.int32)
+  (got,) = nystrom_attention(padded[None], count, params, m=4, shared_norm=True)
   np.testing.assert_allclose(got[: len(x)], found['y'], **CLOSE)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from tmlib.mil.dropout import bag_dropout
+from tmlib.mil.layers import Dense
 
 __all__ = ['AttentionScores']
 
@@ -50,14 +51,12 @@ class AttentionScores(nn.Module):
       keys: [B], of the rows, or None for no dropout.
     """
     drop = lambda x, layer: bag_dropout(x, self.dropout, keys, layer)
-    units = jnp.tanh(
-      nn.Dense(self.hidden, dtype=self.dtype, name='v')(features)
-    )
+    units = jnp.tanh(Dense(self.hidden, dtype=self.dtype, name='v')(features))
     units = drop(units, 1)
     if self.gated:
-      gate = nn.Dense(self.hidden, dtype=self.dtype, name='u')(features)
+      gate = Dense(self.hidden, dtype=self.dtype, name='u')(features)
       units *= drop(nn.sigmoid(gate), 2)
-    scores = nn.Dense(
+    scores = Dense(
       self.branches or 1, use_bias=False, dtype=self.dtype, name='w'
     )(units)
     scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))

@@ -11,6 +11,7 @@ from flax import linen as nn
 from tmlib.mil.bag import Bag
 from tmlib.mil.dropout import bag_dropout
 from tmlib.mil.embedding import clean_features, embed, row_keys, wide
+from tmlib.mil.layers import Dense
 from tmlib.mil.output import MILOutput
 from tmlib.mil.rows import (
   branch_attention,
@@ -71,7 +72,7 @@ class DSMIL(nn.Module):
     else:
       hidden = clean_features(self, bag)
     member = membership(bag)
-    instance = wide(nn.Dense(self.num_classes, name='instance')(hidden))
+    instance = wide(Dense(self.num_classes, name='instance')(hidden))
     lowest = jnp.finfo(instance.dtype).min
     inside = jnp.where(member[..., None], instance[:, :, None], lowest)
     critical = jnp.argmax(inside, 1)  # [B, S, C]
@@ -106,10 +107,10 @@ class DSMIL(nn.Module):
 
   def _query(self):
     """q(h), [..., D] -> [..., Q], the same layers at every call."""
-    first = nn.Dense(self.query, dtype=self.dtype, name='query')
+    first = Dense(self.query, dtype=self.dtype, name='query')
     if self.query_layers == 'linear':
       return first
-    second = nn.Dense(self.query, dtype=self.dtype, name='query_out')
+    second = Dense(self.query, dtype=self.dtype, name='query_out')
     return lambda h: jnp.tanh(second(nn.relu(first(h))))
 
   def _value(self, hidden, keys):
@@ -118,7 +119,7 @@ class DSMIL(nn.Module):
     if self.values == 'identity':
       return hidden
     size = hidden.shape[-1]
-    value = nn.Dense(size, dtype=self.dtype, name='value')(hidden)
+    value = Dense(size, dtype=self.dtype, name='value')(hidden)
     return nn.relu(value) if self.values == 'relu' else value
 
   def _check(self):

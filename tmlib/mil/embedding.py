@@ -12,6 +12,7 @@ from flax import linen as nn
 from tmlib.data.bag import check_bag
 from tmlib.mil.bag import Bag
 from tmlib.mil.dropout import bag_dropout
+from tmlib.mil.layers import Dense
 
 __all__ = ['clean_features', 'embed', 'row_keys', 'wide']
 
@@ -67,7 +68,7 @@ def embed(
     [B, N, D].
   """
   features = clean_features(module, bag)
-  dense = nn.Dense(width or module.hidden, dtype=module.dtype, name=name)
+  dense = Dense(width or module.hidden, dtype=module.dtype, name=name)
   return bag_dropout(nn.relu(dense(features)), module.dropout, keys)
 
 

@@ -1,21 +1,22 @@
-r"""Nystrom self-attention of one sequence, without any T x T matrix.
+r"""Nystrom self-attention without any T x T matrix.
 
-Axes: T tokens (padded), E features, H heads, D features of a head (E = H D), m
-landmarks.
+Axes: B sequences, T tokens (padded), E features, H heads, D features of a head
+(E = H D), m landmarks.
 
-Functions see one sequence of `count` tokens, the rest of the T is padding; use
-`jax.vmap` for several. The sequence is divided into m blocks of l = ceil(count
-/ m) tokens, the landmarks their means. As in the public code it is filled up in
-front by F = m l - count zero tokens, which count as keys and in the means:
-they enter here as numbers, not as rows.
+Of the T tokens of a sequence the first `count` exist. They are divided into m
+blocks of l = ceil(count / m), the landmarks their means. As in the public code
+a sequence is filled up in front by F = m l - count zero tokens, which count as
+keys and in the means: they enter here as numbers, not as rows.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from tmlib.ops.raster import depthwise
+from kernels_pallas import attention
+from tmlib.mil.layers import linear
 
 __all__ = [
   'NystromParams',
@@ -44,93 +45,133 @@ class NystromParams(NamedTuple):
 
 
 def landmark_means(x: jax.Array, count: jax.Array, m: int) -> jax.Array:
-  """Means of m blocks of the sequence, zero tokens in front counted.
+  """Means of m blocks of each sequence, zero tokens in front counted.
 
   Args:
-    x: [T, E].
-    count: [], int32 in [1, T].
+    x: [B, T, E].
+    count: [B], int32 in [1, T].
     m: landmarks.
 
   Returns:
-    [m, E].
+    [B, m, E].
   """
-  size = x.shape[0]
-  length = -(-count // m)
-  within = jnp.arange(-(-size // m))[None]
-  token = jnp.arange(m)[:, None] * length + within - (m * length - count)
-  token = jnp.where(within < length, token, -1)
-  valid = (token >= 0) & (token < count)
-  rows = x[jnp.clip(token, 0, size - 1)]
-  total = jnp.sum(jnp.where(valid[..., None], rows, 0), 1)
-  return total / length.astype(x.dtype)
+  size = x.shape[1]
+  length = -(-count // m)[:, None]  # [B, 1]
+  token = jnp.arange(size)[None] + m * length - count[:, None]
+  block = jnp.where(jnp.arange(size)[None] < count[:, None], token // length, m)
+  # Sums of runs of tokens: a sorted scatter-add, its gradient a gather.
+  add = lambda x, block: jax.ops.segment_sum(
+    x, block, m, indices_are_sorted=True
+  )
+  return jax.vmap(add)(x, block) / length[..., None].astype(x.dtype)
 
 
 def pseudo_inverse(
-  a: jax.Array, iterations: int = 6, shared_norm: bool = False
+  a: jax.Array,
+  b: jax.Array | None = None,
+  *,
+  iterations: int = 6,
+  shared_norm: bool = False,
 ) -> jax.Array:
-  r"""Moore-Penrose inverse by an iteration of third order.
+  r"""Moore-Penrose inverse by an iteration of third order, or it times b.
 
   Z_0 = A^T / (|A|_1 |A|_inf);
   Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4.
 
+  With `b` the last step multiplies thin matrices only.
+
   Args:
-    a: [H, m, m].
-    iterations: steps.
+    a: [..., H, m, m].
+    b: [..., H, m, V], or None for the inverse itself.
+    iterations: steps, >= 1.
     shared_norm: the largest norms of all heads, as in the public code (where
       they are even those of all sequences of a batch, so that a result depends
       on its batch mates); otherwise each head has its own.
 
   Returns:
-    [H, m, m].
+    [..., H, m, m or V].
 
   References:
     Xiong, Zeng, Chakraborty et al. Nystromformer: A Nystrom-based algorithm for
     approximating self-attention, 2021.
   """
-  axes = (0, 1) if shared_norm else 1
+  axes = (-2, -1) if shared_norm else -1
   largest = lambda x: jnp.max(x, axes, keepdims=True)
   norm = largest(jnp.sum(jnp.abs(a), -1)) * largest(jnp.sum(jnp.abs(a), -2))
   z = jnp.swapaxes(a, -1, -2) / norm[..., None]
-  eye = jnp.eye(a.shape[-1], dtype=a.dtype)[None]
-  for _ in range(iterations):
+  eye = jnp.eye(a.shape[-1], dtype=a.dtype)[(None,) * (a.ndim - 2)]
+  step = lambda z, az, b: z @ (13 * b - az @ (15 * b - az @ (7 * b - az @ b)))
+  for _ in range(iterations - 1):
     az = a @ z
     z = z @ (13 * eye - az @ (15 * eye - az @ (7 * eye - az))) / 4
-  return z
+  return step(z, a @ z, eye if b is None else b) / 4
 
 
-class _Middle(NamedTuple):
-  """What the landmarks know: keys [m, H, D], inverse and values."""
+class _Landmarks(NamedTuple):
+  """What the landmarks know.
 
+  Attributes:
+    queries: [B, m, H, D], scaled.
+    keys: [B, m, H, D].
+    token_keys: [B, T, H, D].
+    values: [B, T, H, D], zero in padding.
+    softmax: [B, H, m, m], of landmarks over landmarks.
+    log_total: [B, m, H], logarithm of the sums of the softmax over tokens, the
+      zero tokens among them.
+    context: [B, m, H, D], pinv(softmax) @ softmax over tokens @ values.
+  """
+
+  queries: jax.Array
   keys: jax.Array
-  inverse: jax.Array
-  lookup: jax.Array  # [H, m, T], softmax of landmarks over tokens
-  context: jax.Array  # [H, m, D], inverse @ lookup @ values
-  values: jax.Array  # [T, H, D], zero in padding
+  token_keys: jax.Array
+  values: jax.Array
+  softmax: jax.Array
+  log_total: jax.Array
+  context: jax.Array
+
+
+def _heads(x, kernel):
+  """[B, T, E] and [E, H, D] to [B, T, H, D]."""
+  size, *heads = kernel.shape
+  flat = kernel.reshape(size, -1)
+  y = linear(x, flat, jnp.zeros(flat.shape[1], x.dtype))
+  return y.reshape(*x.shape[:2], *heads)
 
 
 def _landmarks(x, count, params, m, iterations, shared_norm):
   """Everything but the queries of single tokens."""
-  size, (_, _, _, width) = x.shape[0], params.qkv.shape
+  of = lambda x, i: _heads(x, params.qkv[:, i])
   means = landmark_means(x, count, m)
-  queries = jnp.einsum('me,ehd->mhd', means, params.qkv[:, 0]) * width**-0.5
-  keys = jnp.einsum('me,ehd->mhd', means, params.qkv[:, 1])
-  token_keys = jnp.einsum('te,ehd->thd', x, params.qkv[:, 1])
-  values = jnp.einsum('te,ehd->thd', x, params.qkv[:, 2])
-  real = jnp.arange(size) < count
-  values = jnp.where(real[:, None, None], values, 0)
-  # Zero tokens have logit zero and value zero.
-  zeros = (-(-count // m) * m - count).astype(x.dtype)
-  logits = jnp.einsum('mhd,thd->hmt', queries, token_keys)
-  logits = jnp.where(real[None, None], logits, jnp.finfo(x.dtype).min)
-  peak = jnp.maximum(jnp.max(logits, -1, keepdims=True), 0)
-  peak = jax.lax.stop_gradient(peak)
-  weight = jnp.where(real[None, None], jnp.exp(logits - peak), 0)
-  total = jnp.sum(weight, -1, keepdims=True) + zeros * jnp.exp(-peak)
-  lookup = weight / total
-  small = jax.nn.softmax(jnp.einsum('mhd,nhd->hmn', queries, keys))
-  inverse = pseudo_inverse(small, iterations, shared_norm)
-  context = inverse @ jnp.einsum('hmt,thd->hmd', lookup, values)
-  return _Middle(keys, inverse, lookup, context, values)
+  queries = of(means, 0) * params.qkv.shape[-1] ** -0.5
+  keys, token_keys, values = of(means, 1), of(x, 1), of(x, 2)
+  found, lse = attention(
+    queries, token_keys, values, scale=1.0, lengths=count, return_lse=True
+  )
+  # A zero token has logit zero and value zero.
+  zeros = -(-count // m) * m - count
+  log_zeros = jnp.log(jnp.maximum(zeros, 1).astype(x.dtype))
+  log_total = jnp.where(
+    (zeros > 0)[:, None, None],
+    jnp.logaddexp(lse, log_zeros[:, None, None]),
+    lse,
+  )
+  found *= jnp.exp(lse - log_total)[..., None]
+  softmax = jax.nn.softmax(jnp.einsum('bmhd,bnhd->bhmn', queries, keys))
+  context = pseudo_inverse(
+    softmax,
+    jnp.swapaxes(found, 1, 2),
+    iterations=iterations,
+    shared_norm=shared_norm,
+  )
+  return _Landmarks(
+    queries,
+    keys,
+    token_keys,
+    values,
+    softmax,
+    log_total,
+    jnp.swapaxes(context, 1, 2),
+  )
 
 
 def nystrom_attention(
@@ -144,24 +185,25 @@ def nystrom_attention(
 ) -> jax.Array:
   r"""softmax(q k~^T) pinv(softmax(q~ k~^T)) softmax(q~ k^T) v + conv(v).
 
+  Both softmaxes over tokens are `kernels_pallas.attention`.
+
   Args:
-    x: [T, E], zero beyond `count`.
-    count: [], int32 in [1, T].
+    x: [B, T, E], zero beyond `count`.
+    count: [B], int32 in [1, T].
     params: of the layer.
     m: landmarks.
     iterations: of `pseudo_inverse`.
     shared_norm: see `pseudo_inverse`.
 
   Returns:
-    [T, E]; what stands beyond `count` means nothing.
+    [B, T, E]; what stands beyond `count` means nothing.
   """
-  scale = params.qkv.shape[-1] ** -0.5
-  middle = _landmarks(x, count, params, m, iterations, shared_norm)
-  queries = jnp.einsum('te,ehd->thd', x, params.qkv[:, 0]) * scale
-  logits = jnp.einsum('thd,mhd->htm', queries, middle.keys)
-  found = jnp.einsum('htm,hmd->thd', jax.nn.softmax(logits), middle.context)
-  found += _convolve(middle.values, params.residual)
-  return jnp.einsum('thd,hde->te', found, params.out) + params.out_bias[None]
+  marks = _landmarks(x, count, params, m, iterations, shared_norm)
+  queries = _heads(x, params.qkv[:, 0])
+  looked: Any = attention(queries, marks.keys, marks.context)
+  found = looked + _convolve(marks.values, params.residual)
+  kernel = params.out.reshape(-1, params.out.shape[-1])
+  return linear(found.reshape(*x.shape[:2], -1), kernel, params.out_bias)
 
 
 def nystrom_first_token(
@@ -176,34 +218,77 @@ def nystrom_first_token(
   """The first token's row of `nystrom_attention`, and whom it looks at: O(m T).
 
   Args:
-    x: [T, E], zero beyond `count`.
-    count: [], int32 in [1, T].
+    x: [B, T, E], zero beyond `count`.
+    count: [B], int32 in [1, T].
     params: of the layer.
     m: landmarks.
     iterations: of `pseudo_inverse`.
     shared_norm: see `pseudo_inverse`.
 
   Returns:
-    row: [E].
-    attention: [T], mean over heads; sums to about one together with the zero
+    row: [B, E].
+    attention: [B, T], mean over heads; sums to about one together with the zero
       tokens, and may be negative.
   """
-  scale = params.qkv.shape[-1] ** -0.5
-  middle = _landmarks(x, count, params, m, iterations, shared_norm)
-  query = jnp.einsum('e,ehd->hd', x[0], params.qkv[:, 0]) * scale
-  share = jax.nn.softmax(jnp.einsum('hd,mhd->hm', query, middle.keys))
-  found = jnp.einsum('hm,hmd->hd', share, middle.context)
-  ahead = params.residual[params.residual.shape[0] // 2 :][: x.shape[0]]
-  found += jnp.einsum('wh,whd->hd', ahead, middle.values[: ahead.shape[0]])
-  row = jnp.einsum('hd,hde->e', found, params.out) + params.out_bias
-  through = jnp.einsum('hm,hmn->hn', share, middle.inverse)
-  attention = jnp.einsum('hm,hmt->ht', through, middle.lookup)
-  return row, jnp.mean(attention, 0)
+  marks = _landmarks(x, count, params, m, iterations, shared_norm)
+  query = jnp.einsum('be,ehd->bhd', x[:, 0], params.qkv[:, 0])
+  query *= params.qkv.shape[-1] ** -0.5
+  share = jax.nn.softmax(jnp.einsum('bhd,bmhd->bhm', query, marks.keys))
+  found = jnp.einsum('bhm,bmhd->bhd', share, marks.context)
+  ahead = params.residual[params.residual.shape[0] // 2 :][: x.shape[1]]
+  near = marks.values[:, : ahead.shape[0]]
+  found += jnp.einsum('wh,bwhd->bhd', ahead, near)
+  row = jnp.einsum('bhd,hde->be', found, params.out) + params.out_bias[None]
+  inverse = pseudo_inverse(
+    marks.softmax, iterations=iterations, shared_norm=shared_norm
+  )
+  through = jnp.einsum('bhm,bhmn->bhn', share, inverse)
+  looks = _mixed_lookup(marks, through)
+  real = jnp.arange(x.shape[1])[None] < count[:, None]
+  return row, jnp.where(real, looks, 0)
+
+
+def _mixed_lookup(marks: _Landmarks, through: jax.Array) -> jax.Array:
+  """mean_h sum_m through_hm softmax_hmt, head by head: [B, T]."""
+
+  def add(total, head):
+    query, key, log_total, through = head
+    logits = jnp.einsum('bmd,btd->bmt', query, key)
+    weights = jnp.exp(logits - log_total[..., None])
+    return total + jnp.einsum('bm,bmt->bt', through, weights), None
+
+  first = lambda x, axis: jnp.moveaxis(x, axis, 0)
+  heads = (
+    first(marks.queries, 2),
+    first(marks.token_keys, 2),
+    first(marks.log_total, 2),
+    first(through, 1),
+  )
+  start = jnp.zeros(marks.token_keys.shape[:2], through.dtype)
+  return jax.lax.scan(add, start, heads)[0] / through.shape[1]
+
+
+# Tokens of a block of `_convolve`: of the sizes tried the fastest on a CPU.
+_BLOCK = 64
 
 
 def _convolve(values: jax.Array, taps: jax.Array) -> jax.Array:
-  """out_t = sum_w taps_w values_{t + w - W // 2}, zeros outside; per head."""
-  size, _, width = values.shape
-  kernel = jnp.repeat(taps, width, 1)[:, None]  # [W, 1, E]
-  flat = depthwise(values.reshape(size, 1, -1), kernel)
-  return flat.reshape(values.shape)
+  """out_t = sum_w taps_w values_{t + w - W // 2}, zeros outside; per head.
+
+  As products of a banded matrix per head with blocks of the sequence and what
+  reaches into them: matrix products take a fraction of the time of W shifted
+  sums, the more so backward.
+  """
+  batch, size, heads, width = values.shape
+  reach = taps.shape[0] - 1
+  block = max(_BLOCK, reach)
+  count = -(-size // block)
+  after = (count + 1) * block - size - reach // 2
+  padded = jnp.pad(values, ((0, 0), (reach // 2, after), (0, 0), (0, 0)))
+  blocks = padded.reshape(batch, count + 1, block, heads, width)
+  near = jnp.concatenate([blocks[:, :-1], blocks[:, 1:, :reach]], 2)
+  tap = np.arange(block + reach)[None] - np.arange(block)[:, None]
+  inside = (tap >= 0) & (tap <= reach)
+  band = jnp.where(inside[..., None], taps[np.clip(tap, 0, reach)], 0)
+  out = jnp.einsum('tsh,bnshd->bnthd', band, near)
+  return out.reshape(batch, -1, heads, width)[:, :size]

@@ -13,6 +13,7 @@ from tmlib.mil.attention import AttentionScores
 from tmlib.mil.bag import Bag
 from tmlib.mil.dropout import bag_dropout
 from tmlib.mil.embedding import embed, row_keys, wide
+from tmlib.mil.layers import Dense, LayerNorm
 from tmlib.mil.output import MILOutput
 from tmlib.mil.pooling import attention_pool
 
@@ -73,9 +74,9 @@ class GENConv(nn.Module):
     """[B, N, D] and a graph with leaves [B, N, K] to [B, N, D]."""
     t = self.param('temperature', nn.initializers.ones, ())
     near = softmax_aggregate(graph, nn.relu(x) + 1e-7, t)
-    h = nn.Dense(2 * self.features, dtype=self.dtype, name='in')(x + near)
-    h = nn.LayerNorm(epsilon=1e-5, name='norm')(wide(h))
-    h = nn.Dense(self.features, dtype=self.dtype, name='out')(nn.relu(h))
+    h = Dense(2 * self.features, dtype=self.dtype, name='in')(x + near)
+    h = LayerNorm(name='norm')(wide(h))
+    h = Dense(self.features, dtype=self.dtype, name='out')(nn.relu(h))
     return wide(h)
 
 
@@ -135,13 +136,13 @@ class PatchGCN(nn.Module):
     for layer in range(self.layers):
       h = GENConv(self.hidden, self.dtype, name=f'conv_{layer}')(x, bag.graph)
       if layer:
-        h = nn.relu(nn.LayerNorm(epsilon=1e-5, name=f'norm_{layer}')(h))
+        h = nn.relu(LayerNorm(name=f'norm_{layer}')(h))
         h = bag_dropout(x + h, self.layer_dropout, keys, layer)
       x = jnp.where(real, h, 0)
       parts.append(x)
     h = jnp.concatenate(parts, -1)
     width = self.width or h.shape[-1]
-    dense = lambda name: nn.Dense(width, dtype=self.dtype, name=name)
+    dense = lambda name: Dense(width, dtype=self.dtype, name=name)
     h = bag_dropout(nn.relu(dense('mix')(h)), self.dropout, keys, 100)
     h = wide(h)
     scores = AttentionScores(

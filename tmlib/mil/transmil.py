@@ -10,6 +10,7 @@ from flax import linen as nn
 
 from tmlib.mil.bag import Bag
 from tmlib.mil.embedding import embed, row_keys, wide
+from tmlib.mil.layers import LayerNorm
 from tmlib.mil.nystrom import (
   NystromParams,
   nystrom_attention,
@@ -141,15 +142,14 @@ class TransMIL(nn.Module):
 
     def layer(number, attend):
       params = self._attention(number)
-      y = nn.LayerNorm(epsilon=1e-5, name=f'norm_{number}')(x)
+      y = LayerNorm(name=f'norm_{number}')(x)
       y = jnp.where(real[..., None], y, 0)
-      one = lambda y, total: attend(y, total, params, **options)
-      return jax.vmap(one)(y, total)
+      return attend(y, total, params, **options)
 
     x = jnp.where(real[..., None], x + layer(1, nystrom_attention), 0)
     x = self._positions(x, bag, member, count)
     row, looks = layer(2, nystrom_first_token)
-    slide = nn.LayerNorm(epsilon=1e-5, name='norm')(x[:, 0] + row)
+    slide = LayerNorm(name='norm')(x[:, 0] + row)
     logits = nn.Dense(self.num_classes, name='head')(slide)
 
     looks = self._of_patches(looks, count, rows.shape[1])
@@ -208,7 +208,7 @@ class TransMIL(nn.Module):
       )
     real = jnp.arange(patches.shape[1])[None] < total[:, None]
     spread = jnp.where(real[..., None], spread + bias[None, None], 0)
-    return x.at[:, 1:].add(spread)
+    return x + jnp.pad(spread, ((0, 0), (1, 0), (0, 0)))
 
   def _of_patches(self, looks, count, n):
     """Attention of the tokens [R, T] to that of the patches [R, N]."""

@@ -11,6 +11,7 @@ from flax import linen as nn
 from tmlib.mil.bag import Bag
 from tmlib.mil.dropout import bag_dropout
 from tmlib.mil.embedding import clean_features, row_keys, wide
+from tmlib.mil.layers import Dense
 from tmlib.mil.output import MILOutput
 from tmlib.mil.pooling import attention_pool, mean_pool
 from tmlib.mil.rows import gather_rows, membership, own_bag
@@ -117,7 +118,7 @@ class WiKG(nn.Module):
         f'{self.chunk}'
       )
     keys = row_keys(self, bag, train, dropout_keys)
-    dense = lambda size, name: nn.Dense(size, dtype=self.dtype, name=name)
+    dense = lambda size, name: Dense(size, dtype=self.dtype, name=name)
     x = clean_features(self, bag)
     packing = (bag.mask, bag.segment_ids, bag.num_segments)
     x = wide(nn.leaky_relu(dense(self.hidden, 'embed')(x)))

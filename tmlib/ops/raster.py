@@ -79,9 +79,8 @@ def depthwise_on_grid(
   return jax.lax.scan(add, jnp.zeros_like(patches), taps)[0]
 
 
-# Taps that share a pass over the raster. All at once, XLA keeps a copy of the
-# raster per tap; one by one, it reads and writes the sum once per tap.
-_GROUP = 7
+# Numbers of a block of rows whose products with all taps stay in the cache.
+_BLOCK = 2**18
 
 
 @jax.custom_vjp
@@ -98,30 +97,18 @@ def depthwise(raster: jax.Array, kernel: jax.Array) -> jax.Array:
   Returns:
     [I, J, E].
   """
-  shifted, places, count = _taps(raster, kernel.shape)
-  weights = kernel.reshape(count, -1)
-  weights = jnp.pad(weights, ((0, places.shape[0] * _GROUP - count), (0, 0)))
-
-  def add(total, group):
-    for place, weight in zip(*group, strict=True):
-      total += shifted(place) * weight[None, None]
-    return total, None
-
-  weights = weights.reshape(-1, _GROUP, weights.shape[-1])
-  return jax.lax.scan(add, jnp.zeros_like(raster), (places, weights))[0]
+  rows, columns, _ = raster.shape
+  padded = _pad(raster, kernel.shape)
+  total = jnp.zeros_like(raster)
+  # Fixed slices: XLA fuses all taps into one pass.
+  for u, v in np.ndindex(*kernel.shape[:2]):
+    total += padded[u : u + rows, v : v + columns] * kernel[u, v][None, None]
+  return total
 
 
-def _taps(raster, shape):
-  """The raster shifted to a place, and the places [groups, _GROUP, 2]."""
+def _pad(raster, shape):
   up, left = shape[0] // 2, shape[1] // 2
-  padded = jnp.pad(raster, ((up, up), (left, left), (0, 0)))
-  shifted = lambda place: jax.lax.dynamic_slice(
-    padded, (place[0], place[1], jnp.int32(0)), raster.shape
-  )
-  count = shape[0] * shape[1]
-  places = np.indices(shape[:2], np.int32).reshape(2, -1).T
-  places = np.pad(places, ((0, -count % _GROUP), (0, 0)))
-  return shifted, jnp.asarray(places.reshape(-1, _GROUP, 2)), count
+  return jnp.pad(raster, ((up, up), (left, left), (0, 0)))
 
 
 def _depthwise_forward(raster, kernel):
@@ -130,14 +117,25 @@ def _depthwise_forward(raster, kernel):
 
 def _depthwise_backward(saved, grad):
   raster, kernel = saved
-  shifted, places, count = _taps(raster, kernel.shape)
+  rows, columns, features = raster.shape
+  block = max(1, min(rows, _BLOCK // max(columns * features, 1)))
+  count = -(-rows // block)
+  below = ((0, count * block - rows), (0, 0), (0, 0))
+  padded = jnp.pad(_pad(raster, kernel.shape), below)
+  parts = jnp.pad(grad, below).reshape(count, block, columns, features)
 
-  def reduce(carry, group):
-    sums = [jnp.sum(shifted(place) * grad, (0, 1)) for place in group]
-    return carry, jnp.stack(sums)
+  def add(total, item):
+    start, part = item
+    reach = kernel.shape[0] - 1
+    near = jax.lax.dynamic_slice_in_dim(padded, start, block + reach)
+    sums = [
+      jnp.sum(near[u : u + block, v : v + columns] * part, (0, 1))
+      for u, v in np.ndindex(*kernel.shape[:2])
+    ]
+    return total + jnp.stack(sums).reshape(total.shape), None
 
-  by_tap = jax.lax.scan(reduce, None, places)[1]
-  by_tap = by_tap.reshape(-1, kernel.shape[-1])[:count].reshape(kernel.shape)
+  starts = jnp.arange(count) * block
+  by_tap = jax.lax.scan(add, jnp.zeros_like(kernel), (starts, parts))[0]
   return depthwise(grad, kernel[::-1, ::-1]), by_tap
 
 

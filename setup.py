@@ -22,8 +22,14 @@ EXAMPLES = [
   'scikit-image>=0.25',
   'scikit-learn>=1.6',
 ]
-# libtpu is built for Linux only; elsewhere its tests are skipped.
-AOT = ['libtpu; platform_system == "Linux"']
+# The compilers of TPUs and of GPUs, which need no device. They are built for
+# Linux only; elsewhere their tests are skipped. Of CUDA, ptxas and libdevice
+# are all that a compilation asks for.
+AOT = [
+  'jax[cuda13-local]>=0.10.2; platform_system == "Linux"',
+  'libtpu; platform_system == "Linux"',
+  'nvidia-cuda-nvcc>=13; platform_system == "Linux"',
+]
 H5 = ['h5py>=3.12']
 TEST = [
   'cvxpy>=1.6',

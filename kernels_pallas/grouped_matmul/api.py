@@ -11,13 +11,19 @@ elsewhere, decided when the program is compiled; "pallas" insists on Pallas;
 "xla" is the loop; "interpret" and "interpret_gpu" run the TPU's and the GPU's
 body in Pallas' interpreter.
 
-The rows must lie on one device: in a program over several devices call these
+Under a mesh (`jax.set_mesh`) whose axes are of type Auto, output columns are
+divided over the axis 'model' where it divides them, and all else is repeated:
+groups have their sizes in rows of all devices. To divide rows, call these
 inside `jax.shard_map`, each device with the groups of its own rows.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from kernels_pallas.common.sharding import find_split, over_mesh
 from kernels_pallas.grouped_matmul import vjp
 from kernels_pallas.grouped_matmul.layout import (
   BlockLayout,
@@ -67,6 +73,21 @@ def _check_tiles(tiles: tuple[int, int] | None) -> None:
     )
 
 
+def _over_columns(
+  function: Callable[..., jax.Array],
+  rhs: tuple[str | None, ...],
+  out: tuple[str | None, ...],
+  columns: int,
+) -> Callable[..., jax.Array]:
+  """`function` of lhs, rhs and groups; 'h' marks the axis of the columns."""
+  split = find_split(1, columns)
+  if split is None:
+    return function
+  whole = PartitionSpec()
+  inputs = whole, split.spec(*rhs), whole
+  return over_mesh(function, split, inputs, split.spec(*out))
+
+
 def block_gmm(
   lhs: jax.Array,
   rhs: jax.Array,
@@ -107,7 +128,13 @@ def block_gmm(
       f'lhs {lhs.shape} and rhs {rhs.shape} disagree: {lhs.shape[1]} columns '
       f'meet {inner} rows'
     )
-  return vjp.block_gmm(lhs, rhs, groups, transpose_rhs, implementation, tiles)
+  call = _over_columns(
+    lambda *x: vjp.block_gmm(*x, transpose_rhs, implementation, tiles),
+    (None, 'h', None) if transpose_rhs else (None, None, 'h'),
+    (None, 'h'),
+    rhs.shape[1 if transpose_rhs else 2],
+  )
+  return call(lhs, rhs, groups)
 
 
 def block_tgmm(
@@ -140,7 +167,13 @@ def block_tgmm(
   _check_blocks(lhs.shape[0], groups)
   if lhs.shape[0] != rhs.shape[0]:
     raise ValueError(f'lhs {lhs.shape} and rhs {rhs.shape} differ in rows')
-  return vjp.block_tgmm(lhs, rhs, groups, num_groups, implementation)
+  call = _over_columns(
+    lambda *x: vjp.block_tgmm(*x, num_groups, implementation),
+    (None, 'h'),
+    (None, None, 'h'),
+    rhs.shape[1],
+  )
+  return call(lhs, rhs, groups)
 
 
 def _layout(rows: int, group_sizes: jax.Array, block: int) -> BlockLayout:

@@ -20,6 +20,8 @@ __all__ = ['block_gmm', 'block_tgmm']
 _PARAMS = {'num_warps': 4, 'num_stages': 3}
 # Largest tiles of the contracted and of the output columns.
 _TILES = 32, 64
+# Rows of a tile: more would not fit into registers.
+_ROWS = 128
 
 
 def _tile(size: int, largest: int) -> int:
@@ -68,8 +70,11 @@ def block_gmm(
   k, t = _tile(inner, most[0]), _tile(columns, most[1])
   lhs = _pad(lhs, 1, k)
   rhs = _pad(_pad(rhs, inner_axis, k), outer_axis, t)
+  block, outer = lhs.shape[0] // groups.shape[0], rhs.shape[outer_axis]
+  if block % _ROWS == 0:
+    groups = jnp.repeat(groups, block // _ROWS)
+    block = _ROWS
   num_blocks = groups.shape[0]
-  block, outer = lhs.shape[0] // num_blocks, rhs.shape[outer_axis]
   call = pl.pallas_call(
     functools.partial(_gmm_body, k=k, t=t, transpose_rhs=transpose_rhs),
     out_shape=jax.ShapeDtypeStruct((lhs.shape[0], outer), lhs.dtype),

@@ -7,69 +7,49 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# Compute capability, cores, shared memory per block, bandwidth, clock, name.
-CHIPS = {
-  'A100': ((8, 0), 108, 166912, 2039e9, 1.41, 'NVIDIA A100-SXM4-80GB'),
-  'H100': ((9, 0), 132, 232448, 3352.32e9, 1.98, 'NVIDIA H100 80GB HBM3'),
-  'B200': ((10, 0), 148, 232448, 8000e9, 1.85, 'NVIDIA B200'),
-}
+from kernels_pallas.tuning.chips import find_chip, target_config
+
+CHIPS = 'A100', 'H100', 'B200'
 
 
-def target_config(chip: str) -> str:
-  """The text form of XLA's GpuTargetConfig."""
-  (major, minor), cores, shared, bandwidth, clock, name = CHIPS[chip]
-  fields = {
-    'threads_per_block_limit': 1024,
-    'threads_per_warp': 32,
-    'shared_memory_per_block': 49152,
-    'shared_memory_per_core': shared + 1024,
-    'threads_per_core_limit': 2048,
-    'core_count': cores,
-    'fpus_per_core': 128,
-    'block_dim_limit_x': 2147483647,
-    'block_dim_limit_y': 65535,
-    'block_dim_limit_z': 65535,
-    'memory_bandwidth': int(bandwidth),
-    'l2_cache_size': 52428800,
-    'clock_rate_ghz': clock,
-    'device_memory_size': 84978434048,
-    'shared_memory_per_block_optin': shared,
-    'registers_per_core_limit': 65536,
-    'registers_per_block_limit': 65536,
-  }
-  info = ' '.join(f'{key}: {value}' for key, value in fields.items())
-  capability = f'cuda_compute_capability {{ major: {major} minor: {minor} }}'
-  return (
-    f'gpu_device_info {{ {info} {capability} }} platform_name: "CUDA" '
-    'dnn_version_info { major: 9 minor: 8 } '
-    f'device_description_str: "{name}"'
-  )
-
-
-def compile_for_gpu(chip: str, function, *shapes, spills: bool = True) -> str:
+def compile_for_gpu(
+  chip: str,
+  function,
+  *shapes,
+  spills: bool = True,
+  spec=None,
+  devices=(1, 1),
+) -> str:
   """The compiled program's text; skips without the CUDA compiler.
 
   Args:
-    chip: a key of CHIPS.
+    chip: of CHIPS.
     function: to compile.
     *shapes: (shape, dtype) of each argument.
     spills: whether a kernel may keep registers in memory.
+    spec: how each argument lies on the mesh; None for whole.
+    devices: of the mesh axes 'run' and 'data'.
   """
   if importlib.util.find_spec('jax_cuda13_plugin') is None:
     pytest.skip('the CUDA compiler (jax-cuda13-plugin) is not installed')
   from jax._src.mesh import AbstractDevice
   from jax.experimental import topologies
 
+  count = devices[0] * devices[1]
   topology = topologies.get_topology_desc(
-    '', 'cuda', target_config=target_config(chip), topology='1x1x1'
+    '',
+    'cuda',
+    target_config=target_config(find_chip(chip)),
+    topology=f'1x1x{count}',
   )
-  mesh = Mesh(np.array(topology.devices[:1]), ('d',))
-  whole = NamedSharding(mesh, PartitionSpec())
+  grid = np.array(topology.devices[:count]).reshape(devices)
+  mesh = Mesh(grid, ('run', 'data'))
+  placed = NamedSharding(mesh, spec or PartitionSpec())
   device = AbstractDevice(
     device_kind=topology.devices[0].device_kind, num_cores=1, platform='gpu'
   )
   abstract = mesh.abstract_mesh.update(abstract_device=device)
-  structs = [jax.ShapeDtypeStruct(*s, sharding=whole) for s in shapes]
+  structs = [jax.ShapeDtypeStruct(*s, sharding=placed) for s in shapes]
   with jax.sharding.use_abstract_mesh(abstract):
     lowered = (
       jax.jit(function).trace(*structs).lower(lowering_platforms=('cuda',))

@@ -73,7 +73,7 @@ def test_tpu(chip, call):
 @pytest.mark.aot
 @pytest.mark.parametrize(
   ('chip', 'call'),
-  each(gpu_targets.CHIPS, [(chip, 'packed') for chip in gpu_targets.CHIPS]),
+  each(gpu_targets.CHIPS, [('A100', 'packed'), ('B200', 'packed')]),
 )
 def test_gpu(chip, call):
   function, leaves = program(call)

@@ -1,5 +1,7 @@
 """Grouped products against a product per group in float64."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas.grouped_matmul import (
@@ -21,7 +24,7 @@ from kernels_pallas.grouped_matmul import (
   tpu,
 )
 from kernels_pallas.grouped_matmul.shapes import SHAPES
-from tests.kernels_pallas import gpu_targets
+from tests.kernels_pallas import gpu_targets, tpu_targets
 
 PATHS = [None, 'interpret', 'interpret_gpu']
 
@@ -161,6 +164,15 @@ def test_half_precision_sums_in_single(path):
   np.testing.assert_allclose(np.asarray(got, float), want, atol=0.3, rtol=8e-3)
 
 
+def test_long_blocks_are_cut_on_a_gpu():
+  lhs, rhs, sizes = problem([300, 0, 20], 5, 7, extra=3)
+  f32 = lambda x: jnp.asarray(x, jnp.float32)
+  got = gmm(
+    f32(lhs), f32(rhs), sizes, block=256, implementation='interpret_gpu'
+  )
+  np.testing.assert_allclose(got, true_gmm(lhs, rhs, sizes), atol=2e-5)
+
+
 def test_under_vmap_over_matrices():
   lhs, rhs, sizes = problem([9, 4], 6, 5)
   lhs = jnp.asarray(lhs, jnp.float32)
@@ -215,53 +227,91 @@ def test_bad_input_is_named():
     block_tgmm(lhs, rhs[0], np.zeros(1, np.int32), 2)
 
 
-@pytest.mark.parametrize('name', ['small', 'medium'])
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-@pytest.mark.parametrize('chip', ['v5e:2x2', 'v6e:2x2', 'v4:2x2x1'])
-def test_the_tpu_compiler_takes_both_products_and_gradients(chip, dtype, name):
-  pytest.importorskip('libtpu')
-  from jax.experimental import topologies
+def test_columns_are_divided_and_nothing_is_gathered():
+  lhs, rhs, sizes = problem([9, 0, 4, 20], 6, 8, extra=2)
+  lhs, rhs = jnp.asarray(lhs, jnp.float32), jnp.asarray(rhs, jnp.float32)
 
+  def both(lhs, rhs, sizes):
+    loss = lambda a, w: jnp.sum(gmm(a, w, sizes, block=16) ** 2)
+    return jax.value_and_grad(loss, (0, 1))(lhs, rhs)
+
+  want = both(lhs, rhs, sizes)
+  where = jax.make_mesh(
+    (2, 2), ('data', 'model'), axis_types=(AxisType.Auto,) * 2
+  )
+  specs = P(), P(None, None, 'model'), P()
+  placed = [
+    jax.device_put(x, NamedSharding(where, spec))
+    for x, spec in zip((lhs, rhs, sizes), specs, strict=True)
+  ]
+  with jax.set_mesh(where):
+    compiled = jax.jit(both).lower(*placed).compile()
+  assert 'all-gather' not in compiled.as_text()
+  got = compiled(*placed)
+  assert got[1][1].sharding.is_equivalent_to(placed[1].sharding, 3)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4),
+    got,
+    want,
+  )
+
+
+def gradients(name, dtype, block):
+  """Of the matrices and rows of a layer, and (shape, dtype) of all arrays."""
   shape = SHAPES[name]
-  topology = topologies.get_topology_desc(chip, 'tpu')
-  mesh = jax.sharding.Mesh(np.array(topology.devices[:1]), ('d',))
-  whole = jax.sharding.NamedSharding(mesh, P())
+  count = shape.tokens * shape.k // block + shape.experts
 
   def loss(lhs, rhs, groups):
     out = block_gmm(lhs, rhs, groups)
     return (out.astype(jnp.float32) ** 2).sum()
 
-  num_blocks = shape.tokens * shape.k // 128 + shape.experts
-  struct = lambda s, d: jax.ShapeDtypeStruct(s, d, sharding=whole)
-  lowered = (
-    jax.jit(jax.grad(loss, (0, 1)))
-    .trace(
-      struct((num_blocks * 128, shape.features), dtype),
-      struct((shape.experts, shape.features, shape.hidden), dtype),
-      struct((num_blocks,), jnp.int32),
-    )
-    .lower(lowering_platforms=('tpu',))
-  )
+  leaves = [
+    ((count * block, shape.features), dtype),
+    ((shape.experts, shape.features, shape.hidden), dtype),
+    ((count,), jnp.int32),
+  ]
+  return jax.grad(loss, (0, 1)), leaves
+
+
+def each(chips, names, quick):
+  """All calls; those that are not quick are slow."""
+  calls = itertools.product(chips, names, ['float32', 'bfloat16'], [128, 512])
+  return [
+    pytest.param(*x, marks=[] if x[:3] in quick else [pytest.mark.slow])
+    for x in calls
+  ]
+
+
+QUICK = [
+  (chip, 'small', 'bfloat16') for chip in ('v4:2x2x1', 'v5e:2x2', 'tpu7x:2x2x1')
+]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+  ('chip', 'name', 'dtype', 'block'),
+  each(tpu_targets.CHIPS, ['small', 'medium', 'large', 'wide'], QUICK),
+)
+def test_the_tpu_compiler_takes_both_products_and_gradients(
+  chip, name, dtype, block
+):
+  text = tpu_targets.compile_for_tpu(chip, *gradients(name, dtype, block))
   # Forward, the gradient of the rows, and that of the matrices.
-  text = lowered.compile().as_text()
   assert text.count('custom_call_target="tpu_custom_call"') == 3
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-@pytest.mark.parametrize('chip', list(gpu_targets.CHIPS))
-def test_the_gpu_compiler_takes_both_products_and_gradients(chip, dtype):
-  shape = SHAPES['medium']
-  num_blocks = shape.tokens * shape.k // 128 + shape.experts
-
-  def loss(lhs, rhs, groups):
-    out = block_gmm(lhs, rhs, groups)
-    return (out.astype(jnp.float32) ** 2).sum()
-
-  text = gpu_targets.compile_for_gpu(
-    chip,
-    jax.grad(loss, (0, 1)),
-    ((num_blocks * 128, shape.features), dtype),
-    ((shape.experts, shape.features, shape.hidden), dtype),
-    ((num_blocks,), jnp.int32),
-  )
+@pytest.mark.aot
+@pytest.mark.parametrize(
+  ('chip', 'name', 'dtype', 'block'),
+  each(
+    gpu_targets.CHIPS,
+    ['medium', 'large'],
+    [('H100', 'medium', 'bfloat16')],
+  ),
+)
+def test_the_gpu_compiler_takes_both_products_and_gradients(
+  chip, name, dtype, block
+):
+  function, leaves = gradients(name, dtype, block)
+  text = gpu_targets.compile_for_gpu(chip, function, *leaves, spills=False)
   assert text.count('__gpu$xla.gpu.triton') == 3

@@ -76,24 +76,31 @@ def layer_norm(
   Returns:
     [..., M].
   """
-  unit, _ = _standardise(x, epsilon)
-  return (_flat(unit) * scale[None] + bias[None]).reshape(x.shape)
+  unit, _ = _standardise(_flat(x), epsilon)
+  return (unit * scale[None] + bias[None]).reshape(x.shape)
+
+
+def _weigh(x: jax.Array, weights: jax.Array) -> jax.Array:
+  """Means over features, weighted: [R, M], [M] -> [R, 1]."""
+  weights = weights[:, None] / x.shape[1]
+  return jnp.matmul(x, weights, precision=jax.lax.Precision.HIGHEST)
 
 
 def _standardise(x, epsilon):
-  centred = x - jnp.mean(x, -1, keepdims=True)
-  variance = jnp.mean(centred**2, -1, keepdims=True)
-  inverse = jax.lax.rsqrt(variance + epsilon)
+  ones = jnp.ones(x.shape[1], x.dtype)
+  centred = x - _weigh(x, ones)
+  inverse = jax.lax.rsqrt(_weigh(centred**2, ones) + epsilon)
   return centred * inverse, inverse
 
 
 def _layer_norm_backward(saved, g):
   x, scale, epsilon = saved
-  unit, inverse = _standardise(x, epsilon)
-  own = (_flat(g) * scale[None]).reshape(g.shape)
-  along = jnp.mean(own * unit, -1, keepdims=True)
-  dx = inverse * (own - jnp.mean(own, -1, keepdims=True) - unit * along)
-  return dx, _sum_rows(g * unit), _sum_rows(g), None
+  unit, inverse = _standardise(_flat(x), epsilon)
+  g = _flat(g)
+  product = g * unit
+  along = unit * _weigh(product, scale)
+  dx = inverse * (g * scale[None] - _weigh(g, scale) - along)
+  return dx.reshape(x.shape), _sum_rows(product), _sum_rows(g), None
 
 
 layer_norm.defvjp(
@@ -124,16 +131,12 @@ class Dense(nn.Module):
     shape = (x.shape[-1], self.features)
     init = nn.initializers.lecun_normal()
     kernel = self.param('kernel', init, shape, jnp.float32)
-    zeros = nn.initializers.zeros
-    bias = (
-      self.param('bias', zeros, (self.features,), jnp.float32)
-      if self.use_bias
-      else None
-    )
-    x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
-    if bias is None:
-      bias = jnp.zeros(self.features, x.dtype)
-    return linear(x, kernel, bias)
+    if self.use_bias:
+      zeros = nn.initializers.zeros
+      bias = self.param('bias', zeros, shape[1:], jnp.float32)
+    else:
+      bias = jnp.zeros(shape[1], kernel.dtype)
+    return linear(*promote_dtype(x, kernel, bias, dtype=self.dtype))
 
 
 class LayerNorm(nn.Module):

@@ -30,9 +30,9 @@ def softmax_aggregate(
   r"""Softmax mean over neighbours, per feature.
 
   y_id = sum_j exp(t m_jd) m_jd / sum_j exp(t m_jd), j over the neighbours of
-  i; zero for a node without any. Both sums share one pass over the table, and
-  no array [N, K, D] is made. Exponents are taken relative to the largest of
-  the row; where t m lies more than 80 below it, neighbours weigh alike.
+  i; zero for a node without any. No array [N, K, D] is made. Exponents are
+  taken relative to the largest of the row; where t m lies more than 80 below
+  it, neighbours weigh alike.
 
   Args:
     graph: leaves [B, N, K].
@@ -46,12 +46,13 @@ def softmax_aggregate(
     Li, Xiong, Thabet, Ghanem. DeeperGCN: All you need to train deeper GCNs,
     2020.
   """
-  scaled = temperature * messages
-  peak = jax.lax.stop_gradient(jnp.max(scaled, 1, keepdims=True))
-  weight = jnp.exp(jnp.maximum(scaled - peak, -_SPAN))
-  both = jnp.concatenate([weight * messages, weight], -1)
+  ends = [f(messages, 1, keepdims=True) for f in (jnp.max, jnp.min)]
+  peak = jnp.maximum(*(temperature * end for end in ends))
+  peak = jax.lax.stop_gradient(peak)
+  weight = jnp.exp(jnp.maximum(temperature * messages - peak, -_SPAN))
   ones = jnp.ones(graph.nbr.shape, messages.dtype)
-  above, below = jnp.split(ell_spmm(graph, ones, both), 2, -1)
+  above = ell_spmm(graph, ones, weight * messages)
+  below = ell_spmm(graph, ones, weight)
   some = below > 0
   return jnp.where(some, above / jnp.where(some, below, 1), 0)
 

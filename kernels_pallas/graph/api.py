@@ -5,14 +5,16 @@ of the interface and must agree in all arguments. Where `graph.axis_name` is
 set the nodes of one graph are split over that mesh axis, and these functions
 must be called inside `shard_map`.
 
-`implementation`: None of the `ell_` functions is jax.numpy with derivatives of
-our own, of any order in reverse mode; None of `diffuse` is Pallas on GPU, and
-on TPU for a `RasterGraph` or a `TiledGraph`, and the same jax.numpy elsewhere,
-decided when the program is compiled. "pallas" insists on Pallas; "xla" (or
-"reference") is plain jax.numpy without rules of its own, which also has forward
-mode; "interpret" and "interpret_gpu" run the TPU's and the GPU's body in
-Pallas' interpreter. A TPU has a body for these two graphs only, and none for
-inner products.
+`implementation`: None is Pallas on GPU, and on TPU for a `RasterGraph` or a
+`TiledGraph`, and jax.numpy elsewhere, decided when the program is compiled,
+with the same derivatives, of any order in reverse mode. The `ell_` functions
+are jax.numpy everywhere for less than 2^20 features: what a body saves there
+(it reads each row once, where XLA's loops over slots and blocks read it once
+per slot) is less than what it costs to trace it in every program. "pallas"
+insists on Pallas; "xla" (or "reference") is plain jax.numpy without rules of
+its own, which also has forward mode; "interpret" and "interpret_gpu" run the
+TPU's and the GPU's body in Pallas' interpreter. A TPU has a body for these two
+graphs only, and none for inner products.
 
 Under a mesh (`jax.set_mesh`) whose axes are of type Auto, the Pallas bodies
 divide the first leading axis over 'data' where it divides it.
@@ -62,8 +64,14 @@ def _path(
   return functools.partial(getattr(vjp, name), implementation)
 
 
-def _own(implementation: str | None) -> str | None:
-  return 'plain' if implementation is None else implementation
+# Numbers of an array of features that are worth a body of its own.
+_LARGE = 2**20
+
+
+def _own(implementation: str | None, x: jax.Array) -> str | None:
+  """Of an `ell_` function of the features x."""
+  small = implementation is None and x.size < _LARGE
+  return 'plain' if small else implementation
 
 
 def _check(graph: PatchGraph, **arrays: jax.Array) -> None:
@@ -121,7 +129,7 @@ def ell_spmm(
   """
   w, x = jnp.asarray(w), jnp.asarray(x)
   _check(graph, w=w, x=x)
-  return _path('spmm', _own(implementation), graph, w, x)(graph, w, x)
+  return _path('spmm', _own(implementation, x), graph, w, x)(graph, w, x)
 
 
 def ell_sddmm(
@@ -150,7 +158,7 @@ def ell_sddmm(
   _check(graph, a=a, b=b)
   if a.shape != b.shape:
     raise ValueError(f'a has shape {a.shape} but b has shape {b.shape}')
-  return _path('sddmm', _own(implementation), graph, a, b)(graph, a, b)
+  return _path('sddmm', _own(implementation, a), graph, a, b)(graph, a, b)
 
 
 def ell_transpose(
@@ -172,7 +180,7 @@ def ell_transpose(
   """
   w = jnp.asarray(w)
   _check(graph, w=w)
-  return _path('transpose', _own(implementation), graph, w)(graph, w)
+  return _path('transpose', _own(implementation, w), graph, w)(graph, w)
 
 
 def _gate(rate: jax.Array | float, name: str, x: jax.Array) -> jax.Array:
@@ -227,7 +235,8 @@ def ell_diffuse(
   w, x = jnp.asarray(w), jnp.asarray(x)
   _check(graph, w=w, x=x)
   gates = (_gate(alpha, 'alpha', x),)
-  path = _path('gated_deltas', _own(implementation), graph, w, *gates, x)
+  how = _own(implementation, x)
+  path = _path('gated_deltas', how, graph, w, *gates, x)
   return path(graph, (w,), gates, x)
 
 
@@ -281,7 +290,6 @@ def ell_diffuse2(
   *,
   implementation: str | None = None,
 ) -> jax.Array:
-  """`diffuse`, whose None is jax.numpy on every platform."""
-  return diffuse(
-    graph, wa, wb, alpha, eta, x, implementation=_own(implementation)
-  )
+  """`diffuse`, whose None is jax.numpy for few features, as of `ell_spmm`."""
+  how = _own(implementation, jnp.asarray(x))
+  return diffuse(graph, wa, wb, alpha, eta, x, implementation=how)

@@ -45,9 +45,11 @@ from kernels_pallas.softmax_attention.tiles import hide, slopes, unit
 __all__ = ['backward', 'forward']
 
 LANES = 128
-# Logits of a tile: a handful of such tiles fit into VMEM.
-_LOGITS = 2**17
-_LARGEST = 512
+# Logits of a tile, and bytes of a block of items: half a dozen of each fit into
+# VMEM twice. Few long tiles cost the least cycles on every chip (estimates of
+# kernels_static.py).
+_LOGITS, _BYTES = 2**18, 2**19
+_LARGEST = 2048
 
 
 class _Plan(NamedTuple):
@@ -81,7 +83,8 @@ def _plan(config: Config, links: Tokens, history: Tokens, rows: Rows) -> _Plan:
   c = min(heads, max(1, LANES // min(dim, values)))
   # Whole tiles of 16 rows, which bfloat16 wants.
   padded = -(-count // 16) * 16
-  largest = _LOGITS // (c * padded) // LANES * LANES
+  row = c * max(dim, values) * links.q.dtype.itemsize
+  largest = min(_LOGITS // (c * padded), _BYTES // row) // LANES * LANES
   largest = config.block or min(max(largest, LANES), _LARGEST)
   s, m = split_evenly(items, largest, LANES)
   limit = item_limit(config, rows, items, s * m - items)

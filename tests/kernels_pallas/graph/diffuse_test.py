@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_pallas import diffuse, ell_sddmm, ell_spmm
-from kernels_pallas.graph import raster_layout, tiled_layout
+from kernels_pallas.graph import PatchGraph, raster_layout, tiled_layout
 from kernels_pallas.graph.shapes import tissue_mask
+from kernels_pallas.tuning import CHIPS, find_kernels
 from tmlib.ops.graph import ell_from_edges, to_dense
 
 # The GPU's bodies take any graph, the TPU's one on its grid.
@@ -191,6 +192,24 @@ def test_default_is_the_plain_one_on_a_cpu():
   args = arrays(operands(graph, 3))
   got, want = derive(None, graph, *args), derive('xla', graph, *args)
   close(got, jax.tree.map(np.asarray, want), 1e-5)
+
+
+@pytest.mark.parametrize(
+  ('nodes', 'chip', 'count'),
+  [(2**13, 'H100', 2), (2**13, 'v5e', 0), (2**12, 'H100', 0)],
+)
+def test_few_features_need_no_kernel(nodes, chip, count):
+  edges = jax.ShapeDtypeStruct((nodes, 8), jnp.int32)
+  mask = jax.ShapeDtypeStruct((nodes, 8), jnp.bool_)
+  w = jax.ShapeDtypeStruct((nodes, 8), jnp.float32)
+  x = jax.ShapeDtypeStruct((nodes, 128), jnp.float32)
+
+  def run(nbr, emask, rev, w, x):
+    graph = PatchGraph(nbr, emask, rev)
+    return ell_sddmm(graph, ell_spmm(graph, w, x), x)
+
+  found = find_kernels(run, (edges, mask, edges, w, x), CHIPS[chip])
+  assert len(found) == count
 
 
 def test_float64_is_refused_by_the_kernels():

@@ -9,6 +9,7 @@ our products and for JAX's megablox.
 """
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -94,7 +95,11 @@ def equal_groups(per: int) -> Iterator[None]:
 
   def pallas_call(body, *args, **options):
     tables = known['tables']
-    whole = lambda *refs: body(*tables, *refs[len(tables) :])
+
+    @functools.wraps(body)
+    def whole(*refs):
+      return body(*tables, *refs[len(tables) :])
+
     return call(whole, *args, **options)
 
   def count(groups, num_groups):

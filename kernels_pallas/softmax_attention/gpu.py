@@ -108,6 +108,7 @@ def _prepare(
     bias = pad_axis(
       bias.astype(jnp.float32) * tiles.unit(config.weights), 1, s * m
     )
+  key_blocks, query_blocks = _segment_blocks(rows, t, n, s, m)
   queries = lambda x: None if x is None else pad_axis(x, 1, t * n)
   keys = lambda x: None if x is None else pad_axis(x, 1, s * m)
   return plan, Operands(
@@ -120,9 +121,35 @@ def _prepare(
     keys(rows.key_segment),
     queries(rows.query_span),
     keys(rows.key_span),
+    key_blocks,
+    query_blocks,
     bias,
     pairs,
     None if table is None else keys(pad_features(table, width, True)),
+  )
+
+
+def _segment_blocks(
+  rows: Rows, t: int, n: int, s: int, m: int
+) -> tuple[Any, Any]:
+  """Blocks of keys per block of queries, and the reverse."""
+  if rows.query_segment is None or rows.key_segment is None:
+    return None, None
+  of_query = tiles.segment_ranges(rows.query_segment, t, n)
+  of_key = tiles.segment_ranges(rows.key_segment, s, m)
+  return (
+    tiles.segment_blocks(of_query, of_key),
+    tiles.segment_blocks(of_key, of_query),
+  )
+
+
+def _within(bounds: tuple[Any, Any], blocks: Any, index: Any) -> Any:
+  """First and one past the last block that both allow."""
+  if blocks is None:
+    return bounds
+  return (
+    jnp.maximum(bounds[0], blocks[0, index]),
+    jnp.minimum(bounds[1], blocks[1, index]),
   )
 
 
@@ -144,6 +171,7 @@ def _specs(
   shared = (1, 1) if operands.pairs is None else operands.pairs.shape
   own_b, own_h = (np.int32(size > 1) for size in shared[:2])
   scalar = spec((1,), lambda b, h, i: (b,))
+  of_blocks = lambda count: spec((None, 2, count), lambda b, h, i: (b, 0, 0))
   if walk == 'keys':
     of_query = spec((None, plan.t), lambda b, h, i: (b, i))
     of_key = spec((None, keys), lambda b, h, i: (b, 0))
@@ -183,6 +211,8 @@ def _specs(
     of_key,
     of_query,
     of_key,
+    of_blocks(plan.n),
+    of_blocks(plan.m),
     of_key,
     pairs,
     table,
@@ -269,12 +299,14 @@ def _walk_keys(plan: _Plan, refs: Operands, add, start):
   """Folds add(carry, keys, rows, logits, seen) over the tiles of keys."""
   config = plan.config
   offset, limit = _limits(config, plan, refs)
-  first = jax.lax.rem(pl.program_id(0), np.int32(plan.n)) * plan.t + offset
+  i = jax.lax.rem(pl.program_id(0), np.int32(plan.n))
+  first = i * plan.t + offset
   whole = pl.ds(0, plan.t)
   q = [refs.q[whole, part] for part in _halves(refs)]
   side = _side(refs, 'query', first + jnp.arange(plan.t), whole, 0)
   span = first, first + plan.t - 1
-  low, high = tiles.key_blocks(config, span, limit, plan.s, plan.m)
+  bounds = tiles.key_blocks(config, span, limit, plan.s, plan.m)
+  low, high = _within(bounds, refs.query_range, i)
 
   def step(j, carry):
     rows = pl.ds(j * plan.s, plan.s)
@@ -406,12 +438,14 @@ def _dkv_body(refs, outputs, space, *, plan):
   del space
   config, halves = plan.config, _halves(refs)
   offset, limit = _limits(config, plan, refs)
-  first = jax.lax.rem(pl.program_id(0), np.int32(plan.m)) * plan.s
+  j = jax.lax.rem(pl.program_id(0), np.int32(plan.m))
+  first = j * plan.s
   whole = pl.ds(0, plan.s)
   keys, v = _keys(refs, whole), refs.v[...]
   side = _side(refs, 'key', first + jnp.arange(plan.s), whole, 0)
   span = first, first + plan.s - 1
-  low, high = tiles.query_blocks(config, span, (offset, offset), plan.t, plan.n)
+  bounds = tiles.query_blocks(config, span, (offset, offset), plan.t, plan.n)
+  low, high = _within(bounds, refs.key_range, j)
 
   def step(r, i, carry):
     dk, dv, db = carry
@@ -549,6 +583,8 @@ def _dpairs_body(refs, outputs, space, *, plan):
 
 def _dpairs(plan: _Plan, operands: Operands, interpret: bool) -> jax.Array:
   """[1 or B, 1 or H, n t, m s], summed over those that share it."""
+  # A tile of the pairs serves many sequences.
+  operands = operands._replace(query_range=None, key_range=None)
   batch, _, heads, dim = operands.q.shape
   shape, values = operands.pairs.shape, operands.v.shape[-1]
   # What a program sees of sequences and heads: its own, or all of them.

@@ -28,6 +28,10 @@ class Operands(NamedTuple):
   key_segment: Any = None
   query_span: Any = None
   key_span: Any = None
+  # Of `tiles.segment_ranges` on TPU, of `tiles.segment_blocks` on GPU, per
+  # block of queries and of keys.
+  query_range: Any = None
+  key_range: Any = None
   # Times `tiles.unit`.
   bias: Any = None
   # [1 or B, 1 or H, T, S], of silu; at least `tiles.HIDDEN`.

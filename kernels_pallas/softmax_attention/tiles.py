@@ -25,6 +25,8 @@ __all__ = [
   'query_blocks',
   'rotate',
   'rotate_halves',
+  'segment_blocks',
+  'segment_ranges',
   'shown',
   'slopes',
   'unit',
@@ -73,19 +75,55 @@ def visible(
   return functools.reduce(jnp.logical_and, parts) if parts else None
 
 
-def overlap(
-  config: Config, q: tuple[Any, Any], k: tuple[Any, Any], limit: Any
-) -> tuple[Any, Any]:
-  """Whether a tile holds some visible pair, and only visible pairs.
+def segment_ranges(ids: jax.Array, block: int, count: int) -> jax.Array:
+  """[B, 2, count], the smallest and the largest of the ids [B, N] of a block.
 
-  Segments and spans are left out: where there are any, the second answer is
-  of no use.
+  The last block is filled up with the last id.
+  """
+  pad = block * count - ids.shape[1]
+  ids = jnp.pad(ids, ((0, 0), (0, pad)), mode='edge')
+  ids = ids.reshape(-1, count, block)
+  return jnp.stack([ids.min(2), ids.max(2)], 1)
+
+
+def segment_blocks(mine: jax.Array, others: jax.Array) -> jax.Array:
+  """Blocks of the other side that a block may see, by `segment_ranges`.
+
+  Args:
+    mine: [B, 2, n].
+    others: [B, 2, m].
+
+  Returns:
+    [B, 2, n], the first of them and one past the last; m and 0 if there are
+    none. Where ids are not sorted, there may be others in between.
+  """
+  count = others.shape[2]
+  meet = (mine[:, 0, :, None] <= others[:, 1, None]) & (
+    others[:, 0, None] <= mine[:, 1, :, None]
+  )
+  index = jnp.arange(count, dtype=jnp.int32)
+  first = jnp.where(meet, index, count).min(2)
+  end = jnp.where(meet, index + 1, 0).max(2)
+  return jnp.stack([first, end], 1)
+
+
+def overlap(
+  config: Config,
+  q: tuple[Any, Any],
+  k: tuple[Any, Any],
+  limit: Any,
+  segments: tuple[tuple[Any, Any], tuple[Any, Any]] | None = None,
+) -> tuple[Any, Any]:
+  """Whether a tile may hold a visible pair, and holds only visible pairs.
+
+  Spans are left out: where there are any, the second answer is of no use.
 
   Args:
     config: causality and window.
     q: first and last index of the queries.
     k: first and last index of the keys.
     limit: number of keys that exist, or None.
+    segments: smallest and largest segment of the queries, and of the keys.
   """
   some = every = True
   if config.causal:
@@ -98,6 +136,10 @@ def overlap(
       every &= k[1] - q[0] < config.window
   if limit is not None:
     some, every = some & (k[0] < limit), every & (k[1] < limit)
+  if segments is not None:
+    (low, high), (first, last) = segments
+    some &= (low <= last) & (first <= high)
+    every &= (low == last) & (first == high)
   return some, every
 
 

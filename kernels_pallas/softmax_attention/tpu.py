@@ -45,7 +45,6 @@ from kernels_pallas.softmax_attention.tpu_tile import (
   column_of,
   column_scratch,
   fill_columns,
-  first_queries,
   in_parts,
   key_scratch,
   over_tiles,
@@ -54,8 +53,9 @@ from kernels_pallas.softmax_attention.tpu_tile import (
   seen_keys,
   sides,
   to_row,
+  turn_once,
   turned,
-  turned_once,
+  turned_keys,
   wide,
 )
 
@@ -101,7 +101,6 @@ def _launch(
 def _forward_body(refs, outputs, space, *, plan):
   config, (out, lse) = plan.config, outputs
   i, j = pl.program_id(2), pl.program_id(3)
-  first = first_queries(plan, refs, j) if 'rotated' in space else None
   peak, total, acc = space['peak'], space['total'], space['acc']
 
   @pl.when(j == 0)
@@ -111,8 +110,10 @@ def _forward_body(refs, outputs, space, *, plan):
     acc[...] = jnp.zeros_like(acc)
     fill_columns(refs, space)
 
+  turn_once(plan, refs, space, i, j)
+
   def step(mask, diagonal):
-    k = turned_once(plan, refs, space, i, j, first)
+    k = turned_keys(plan, refs, space, j)
     v = refs.v[...]
 
     def product(rows):
@@ -146,15 +147,16 @@ def _forward_body(refs, outputs, space, *, plan):
 def _silu_body(refs, outputs, space, *, plan):
   config, acc = plan.config, space['acc']
   i, j = pl.program_id(2), pl.program_id(3)
-  first = first_queries(plan, refs, j) if 'rotated' in space else None
 
   @pl.when(j == 0)
   def _():
     acc[...] = jnp.zeros_like(acc)
     fill_columns(refs, space)
 
+  turn_once(plan, refs, space, i, j)
+
   def step(mask, diagonal):
-    k = turned_once(plan, refs, space, i, j, first)
+    k = turned_keys(plan, refs, space, j)
     v = refs.v[...]
 
     def product(rows):
@@ -252,15 +254,16 @@ def _query_slopes(
 def _dq_body(refs, outputs, space, *, plan):
   config, acc = plan.config, space['acc']
   i, j = pl.program_id(2), pl.program_id(3)
-  first = first_queries(plan, refs, j) if 'rotated' in space else None
 
   @pl.when(j == 0)
   def _():
     acc[...] = jnp.zeros_like(acc)
     fill_columns(refs, space)
 
+  turn_once(plan, refs, space, i, j)
+
   def step(mask, diagonal):
-    k = turned_once(plan, refs, space, i, j, first)
+    k = turned_keys(plan, refs, space, j)
     for rows, slope in _query_slopes(plan, refs, space, k, mask, diagonal):
       acc[rows, :] += dot(slope, k[: slope.shape[1]])
 

@@ -30,8 +30,8 @@ __all__ = [
   'by_key',
   'by_pairs',
   'by_query',
+  'has_diagonal',
   'head_major',
-  'keeps_keys',
   'make_specs',
   'pad_row',
   'prepare',
@@ -53,6 +53,8 @@ class Plan(NamedTuple):
   share: int
   # Number of keys if it is known and matters.
   limit: int | None
+  # Whether a key is rotated once and not for every tile of queries.
+  kept: bool
 
 
 def _blocks(dim: int, single: bool, backward: bool) -> Blocks:
@@ -82,6 +84,17 @@ def head_major(x: jax.Array, size: int, halves: bool) -> jax.Array:
   return pad_axis(jnp.swapaxes(pad_features(x, lanes, halves), 1, 2), 2, size)
 
 
+def expand_table(table: jax.Array, size: int) -> jax.Array:
+  """Table of `rope_table` for halves padded to `size` features in all.
+
+  Returns:
+    [..., 2 size]: cos, cos, -sin, sin, so that nothing of it has to be moved to
+    other lanes.
+  """
+  cos, sin = jnp.split(pad_features(table, size, True), 2, -1)
+  return jnp.concatenate([cos, cos, -sin, sin], -1)
+
+
 def prepare(
   config: Config,
   backward: bool,
@@ -106,16 +119,22 @@ def prepare(
   s, m = split_evenly(k.shape[1], blocks.key, LANES)
   limit = key_limit(rows, config, k.shape[1], q.shape[1], m * s - k.shape[1])
   known = limit if isinstance(limit, int) else None
-  plan = Plan(config, t, n, s, m, q.shape[2] // k.shape[2], known)
   halves = table is not None
   queries, keys = t * n, s * m
+  kept = halves and keys * -(-q.shape[-1] // LANES) * LANES * k.dtype.itemsize
+  plan = Plan(
+    config, t, n, s, m, q.shape[2] // k.shape[2], known, 0 < kept <= _KEPT
+  )
   row = lambda x, size: None if x is None else pad_row(x, size)
+  ranges = lambda ids, block, count: (
+    None if ids is None else tiles.segment_ranges(ids, block, count)
+  )
   wide = head_major(q, queries, halves)
   if pairs is not None:
     pairs = jnp.maximum(pairs, tiles.HIDDEN)
     pairs = pad_axis(pad_axis(pairs, 2, queries), 3, keys)
   if halves:
-    table = pad_axis(pad_features(table, wide.shape[-1], True), 1, keys)
+    table = pad_axis(expand_table(table, wide.shape[-1]), 1, keys)
   return plan, Operands(
     wide,
     head_major(k, keys, halves),
@@ -126,6 +145,8 @@ def prepare(
     row(rows.key_segment, keys),
     row(rows.query_span, queries),
     row(rows.key_span, keys),
+    ranges(rows.query_segment, t, n),
+    ranges(rows.key_segment, s, m),
     None
     if bias is None
     else row(bias.astype(jnp.float32) * tiles.unit(config.weights), keys),
@@ -147,6 +168,11 @@ def make_specs(
   of_key = spec((None, 1, plan.s), lambda b, h, g, i, j: (b, 0, j))
   of_head = spec((None, None, 1, plan.t), lambda b, h, g, i, j: (b, h, 0, i))
   scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
+  of_blocks = lambda count: pl.BlockSpec(
+    (None, 2, count),
+    lambda *ids: (locate(*ids)[0], 0, 0),
+    memory_space=pltpu.SMEM,
+  )
   at_query = lambda b, h, g, i, j: (b, h, i, 0)
   return Operands(
     spec((None, None, plan.t, dim), at_query),
@@ -158,11 +184,13 @@ def make_specs(
     of_key,
     of_query,
     of_key,
+    of_blocks(plan.n),
+    of_blocks(plan.m),
     of_key,
     None
     if operands.pairs is None
     else spec((None, None, plan.t, plan.s), at_pairs(operands.pairs.shape)),
-    spec((None, plan.s, dim), lambda b, h, g, i, j: (b, j, 0)),
+    spec((None, plan.s, 2 * dim), lambda b, h, g, i, j: (b, j, 0)),
     of_head,
     of_head,
     spec((None, None, plan.t, values), at_query),
@@ -175,27 +203,41 @@ def at_pairs(shape: tuple[int, ...]) -> Callable[..., Any]:
   return lambda b, h, g, i, j: (b * own_b, h * own_h, i, j)
 
 
-def keeps_keys(plan: Plan, operands: Operands) -> bool:
-  """Whether a key is rotated once and not for every tile of queries."""
-  if operands.table is None:
-    return False
-  size = plan.s * plan.m * operands.k.shape[-1] * operands.k.dtype.itemsize
-  return size <= _KEPT
+def has_diagonal(plan: Plan) -> bool:
+  """Whether tiles meet the diagonal only where they begin on it."""
+  config = plan.config
+  return (
+    config.causal
+    and config.window is None
+    and plan.t == plan.s
+    and config.offset is not None
+    and config.offset % plan.t == 0
+  )
 
 
-def _near(plan: Plan) -> Callable[..., Any]:
-  """Tile of keys to fetch at (i, j): for a skipped one, the nearest needed."""
+def _next_tiles(plan: Plan) -> Callable[..., Any]:
+  """Tiles of queries and of keys to fetch at (i, j).
+
+  For a tile that is skipped, those of the next that is not: nothing else hides
+  the time that it takes.
+  """
   config = plan.config
   if config.offset is None or not (config.causal or config.window):
-    return lambda i, j: j
+    return lambda i, j: (i, j)
 
-  def clamp(i, j):
+  def seen(i):
     first = i * plan.t + config.offset
     q = first, first + plan.t - 1
-    low, high = tiles.key_blocks(config, q, None, plan.s, plan.m)
-    return jnp.clip(j, jnp.minimum(low, plan.m - 1), jnp.maximum(high - 1, 0))
+    return tiles.key_blocks(config, q, None, plan.s, plan.m)
 
-  return clamp
+  def find(i, j):
+    low, high = seen(i)
+    after = jnp.minimum(i + 1, plan.n - 1)
+    start = 0 if config.window is None else seen(after)[0]
+    key = jnp.where(j < high, jnp.maximum(j, low), start)
+    return jnp.where(j < high, i, after), jnp.minimum(key, plan.m - 1)
+
+  return find
 
 
 def _near_query(plan: Plan) -> Callable[..., Any]:
@@ -215,8 +257,8 @@ def _near_query(plan: Plan) -> Callable[..., Any]:
 
 def by_query(plan: Plan) -> Callable[..., tuple[Any, ...]]:
   """Grid (b, h, i, j)."""
-  near, share = _near(plan), np.int32(plan.share)
-  return lambda b, h, i, j: (b, h, jax.lax.div(h, share), i, near(i, j))
+  find, share = _next_tiles(plan), np.int32(plan.share)
+  return lambda b, h, i, j: (b, h, jax.lax.div(h, share), *find(i, j))
 
 
 def by_pairs(

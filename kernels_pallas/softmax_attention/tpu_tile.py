@@ -15,14 +15,13 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.softmax_attention import tiles
 from kernels_pallas.softmax_attention.operands import Operands
 from kernels_pallas.softmax_attention.options import Config
-from kernels_pallas.softmax_attention.tpu_grid import LANES, Plan, keeps_keys
+from kernels_pallas.softmax_attention.tpu_grid import LANES, Plan, has_diagonal
 
 __all__ = [
   'add_pairs',
   'column_of',
   'column_scratch',
   'fill_columns',
-  'first_queries',
   'in_parts',
   'key_scratch',
   'over_tiles',
@@ -31,8 +30,9 @@ __all__ = [
   'seen_keys',
   'sides',
   'to_row',
+  'turn_once',
   'turned',
-  'turned_once',
+  'turned_keys',
   'wide',
 ]
 
@@ -56,21 +56,26 @@ def wide(column: jax.Array, size: int) -> jax.Array:
   return column if size == LANES else jnp.tile(column, (1, size // LANES))
 
 
+def _swap(x: jax.Array) -> jax.Array:
+  """Exchanges the halves of the lanes."""
+  half = x.shape[1] // 2
+  if x.dtype != jnp.bfloat16:
+    return pltpu.roll(x, half, 1)
+  # Two rows at a time, as they lie in a register.
+  pairs = pltpu.roll(pltpu.bitcast(x, jnp.uint32), half, 1)
+  return pltpu.bitcast(pairs, x.dtype)
+
+
 def rotate(x: jax.Array, table: jax.Array, back: bool = False) -> jax.Array:
-  """`tiles.rotate` by rolls, which keep all lanes busy."""
-  half = table.shape[1] // 2
-  turned = pltpu.roll(table, half, 1)
-  first = jax.lax.broadcasted_iota(jnp.int32, table.shape, 1) < half
-  cos = jnp.where(first, table, turned)
-  sin = jnp.where(first, -turned, table)
-  sin = -sin if back else sin
-  wide = x.astype(jnp.float32)
-  return (wide * cos + pltpu.roll(wide, half, 1) * sin).astype(x.dtype)
+  """`tiles.rotate` by the table of `tpu_grid.prepare`."""
+  cos, sin = jnp.split(table, 2, 1)
+  a, b = x.astype(jnp.float32) * cos, _swap(x).astype(jnp.float32) * sin
+  return (a - b if back else a + b).astype(x.dtype)
 
 
 def key_scratch(plan: Plan, operands: Operands) -> dict[str, Any]:
   """VMEM for the keys of a head that are rotated once, if they are."""
-  if not keeps_keys(plan, operands):
+  if not plan.kept:
     return {}
   shape = plan.s * plan.m, operands.k.shape[-1]
   return {'rotated': pltpu.VMEM(shape, operands.k.dtype)}
@@ -82,44 +87,40 @@ def turned(refs: Operands) -> jax.Array:
   return k if refs.table is None else rotate(k, refs.table[...])
 
 
-def turned_once(
-  plan: Plan, refs: Operands, space: dict[str, Any], i: Any, j: Any, first: Any
+def turn_once(
+  plan: Plan, refs: Operands, space: dict[str, Any], i: Any, j: Any
+) -> None:
+  """Keeps the keys of tile j, rotated by the first queries that see them.
+
+  These need not see a key of it in the end, for reasons that are not known
+  when the program is traced.
+  """
+  if 'rotated' not in space:
+    return
+  offset = _offset(plan.config, refs, pl.program_id(0))
+  k = j * plan.s, j * plan.s + plan.s - 1
+  seen = tiles.query_blocks(plan.config, k, (offset, offset), plan.t, plan.n)
+
+  @pl.when(i == seen[0])
+  def _():
+    space['rotated'][_rows_of(plan, j), :] = turned(refs)
+
+
+def turned_keys(
+  plan: Plan, refs: Operands, space: dict[str, Any], j: Any
 ) -> jax.Array:
-  """The keys of a tile, rotated by the first queries that see them."""
+  """The keys of tile j, after `turn_once`."""
   if 'rotated' not in space:
     return turned(refs)
-  rotated = space['rotated']
-  rows = pl.ds(pl.multiple_of(j * plan.s, plan.s), plan.s)
+  return space['rotated'][_rows_of(plan, j), :]
 
-  @pl.when(i == first)
-  def _():
-    rotated[rows, :] = turned(refs)
 
-  return rotated[rows, :]
+def _rows_of(plan: Plan, j: Any) -> Any:
+  return pl.ds(pl.multiple_of(j * plan.s, plan.s), plan.s)
 
 
 def _offset(config: Config, refs: Operands, b: Any) -> Any:
   return config.offset if refs.offset is None else refs.offset[b]
-
-
-def first_queries(plan: Plan, refs: Operands, j: Any) -> Any:
-  """The first tile of queries that sees the keys of tile j."""
-  offset = _offset(plan.config, refs, pl.program_id(0))
-  k = j * plan.s, j * plan.s + plan.s - 1
-  span = offset, offset
-  return tiles.query_blocks(plan.config, k, span, plan.t, plan.n)[0]
-
-
-def _has_diagonal(plan: Plan) -> bool:
-  """Whether tiles meet the diagonal only where they begin on it."""
-  config = plan.config
-  return (
-    config.causal
-    and config.window is None
-    and plan.t == plan.s
-    and config.offset is not None
-    and config.offset % plan.t == 0
-  )
 
 
 def over_tiles(
@@ -142,8 +143,12 @@ def over_tiles(
   limit = plan.limit if refs.limit is None else refs.limit[b]
   q = i * plan.t + offset, i * plan.t + offset + plan.t - 1
   k = j * plan.s, j * plan.s + plan.s - 1
-  some, every = tiles.overlap(config, q, k, limit)
-  if refs.query_segment is not None or refs.query_span is not None:
+  segments = None
+  if refs.query_range is not None:
+    mine, its = refs.query_range, refs.key_range
+    segments = (mine[0, i], mine[1, i]), (its[0, j], its[1, j])
+  some, every = tiles.overlap(config, q, k, limit, segments)
+  if refs.query_span is not None:
     every = False
 
   def mask(shape, axis, of_query, of_key, query=0, key=0):
@@ -164,10 +169,10 @@ def over_tiles(
   if every is not False:
     run(every, None, False)
     some &= jnp.logical_not(every)
-  if _has_diagonal(plan):
+  if has_diagonal(plan):
     run(some & (q[0] == k[0]), mask, True)
     some &= q[0] != k[0]
-    if every is not False and limit is None:
+    if every is not False and limit is None and segments is None:
       # No other tile is seen in part.
       return
   run(some, mask, False)

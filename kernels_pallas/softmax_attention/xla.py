@@ -79,6 +79,31 @@ def _plan(config: Config, rows: Rows, queries: int, keys: int) -> _Plan:
   )
 
 
+def _segment_blocks(rows: Rows, plan: _Plan, of_keys: bool) -> Any:
+  """Blocks of keys per block of queries, or the reverse: [n] or [m] each.
+
+  They are those that any sequence needs. None without segments.
+  """
+  if rows.query_segment is None or rows.key_segment is None:
+    return None
+  sides = [
+    tiles.segment_ranges(rows.query_segment, plan.t, plan.n),
+    tiles.segment_ranges(rows.key_segment, plan.s, plan.m),
+  ]
+  found = tiles.segment_blocks(*(sides if of_keys else sides[::-1]))
+  return found[:, 0].min(0), found[:, 1].max(0)
+
+
+def _within(bounds: tuple[Any, Any], blocks: Any, index: Any) -> Any:
+  """First and one past the last block that both allow."""
+  if blocks is None:
+    return bounds
+  return (
+    jnp.maximum(bounds[0], blocks[0][index]),
+    jnp.minimum(bounds[1], blocks[1][index]),
+  )
+
+
 def _cut(x: jax.Array, block: int, count: int, fill: float = 0) -> jax.Array:
   """[B, N, ...] -> [count, B, block, ...], padded with `fill`."""
   pad = block * count - x.shape[1]
@@ -207,16 +232,18 @@ def forward(
   pairs = _pad_pairs(pairs, plan, groups)
   wide = jnp.promote_types(q.dtype, jnp.float32)
   silu_weights = config.weights == 'silu'
+  meeting = _segment_blocks(rows, plan, True)
 
   def block(i, queries):
     first = i * plan.t
-    low, high = tiles.key_blocks(
+    bounds = tiles.key_blocks(
       config,
       (first + plan.offsets[0], first + plan.t - 1 + plan.offsets[1]),
       plan.furthest,
       plan.s,
       plan.m,
     )
+    low, high = _within(bounds, meeting, i)
 
     def add(j, carry):
       peak, total, out = carry
@@ -304,16 +331,18 @@ def backward(
   )
   wide = jnp.promote_types(q.dtype, jnp.float32)
   padded = _pad_pairs(pairs, plan, groups)
+  meeting = _segment_blocks(rows, plan, False)
 
   def block(carry, item):
     (dq, dp), (j, tile) = carry, item
-    low, high = tiles.query_blocks(
+    bounds = tiles.query_blocks(
       config,
       (j * plan.s, (j + 1) * plan.s - 1),
       plan.offsets,
       plan.t,
       plan.n,
     )
+    low, high = _within(bounds, meeting, j)
 
     def add(i, carry):
       dq, dp, dk, dv, db = carry

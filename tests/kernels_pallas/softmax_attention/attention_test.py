@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_pallas import attention
-from kernels_pallas.softmax_attention import Blocks, Rope
+from kernels_pallas.softmax_attention import Blocks, Rope, tiles
 from kernels_pallas.softmax_attention.options import rope_table
 from tests.kernels_pallas.softmax_attention import problems
 
@@ -127,6 +127,40 @@ def test_the_reference_equals_loops(case):
 def test_values_and_gradients(path, case):
   shape, names = SHAPES[case], tuple(CASES[case])
   close(answer(path, shape, names), truth(shape, names), 1e-5)
+
+
+@pytest.mark.parametrize(
+  'path',
+  [
+    'xla',
+    *(pytest.param(x, marks=pytest.mark.slow) for x in BLOCKS if x != 'xla'),
+  ],
+)
+def test_tiles_of_other_segments_are_not_computed(path):
+  """NaN in their keys and values would enter as 0 x NaN."""
+  shape = problems.Shape(1, 512, 512)
+  q, k, v = (jnp.asarray(x, jnp.float32) for x in problems.operands(shape))
+  segments = np.repeat(np.array([3, 5], np.int32), 256)[None]
+  k, v = (x.at[:, 256:].set(jnp.nan) for x in (k, v))
+  options = {'segment_ids': segments}
+  how = {'implementation': path, 'blocks': Blocks(128, 128)}
+  out, lse, *gradients = derive(q, k, v, options, cotangents(shape), **how)
+  want, *_ = problems.brute_force(
+    *(np.asarray(x, float)[:, :256] for x in (q, k, v)), {}
+  )
+  np.testing.assert_allclose(out[:, :256], want, atol=1e-5)
+  for x in (lse, *gradients):
+    assert np.isfinite(x[:, :256]).all()
+
+
+def test_blocks_that_may_share_a_segment():
+  ids = np.array([[0, 0, 1, 1, 7, 2, 5], [4, 4, 4, 4, 4, 4, 4]], np.int32)
+  ranges = tiles.segment_ranges(jnp.asarray(ids), 2, 4)
+  np.testing.assert_array_equal(ranges[0], [[0, 1, 2, 5], [0, 1, 7, 5]])
+  others = jnp.array([[[0, 6, 9], [0, 8, 9]], [[0, 1, 2], [0, 1, 2]]])
+  first, end = np.moveaxis(tiles.segment_blocks(ranges, others), 1, 0)
+  np.testing.assert_array_equal(first, [[0, 3, 1, 3], [3] * 4])
+  np.testing.assert_array_equal(end, [[1, 0, 2, 0], [0] * 4])
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ when the command is run again), table.md and cycles.png. `--quick` is one row;
 """
 
 import argparse
+import collections
 import concurrent.futures
 import contextlib
 import datetime
@@ -272,9 +273,13 @@ def join(flags: argparse.Namespace) -> dict[str, Any]:
   rows: dict[str, Any] = {}
   for folder in flags.join:
     text = (pathlib.Path(folder) / 'rows.jsonl').read_text(encoding='utf-8')
+    # Kernels of one call may share a name.
+    times: collections.Counter[str] = collections.Counter()
     for row in map(json.loads, text.splitlines()):
       names = 'op', 'shape', 'pass', 'chip', 'who', 'blocks', 'kernel'
-      rows[str([row[x] for x in names])] = row
+      name = str([row[x] for x in names])
+      rows[f'{name} {times[name]}'] = row
+      times[name] += 1
   return {'missing': {}, 'rows': list(rows.values())}
 
 

@@ -130,7 +130,7 @@ def test_a_table_and_a_picture(tmp_path):
 def test_rows_of_several_runs_are_joined(tmp_path):
   for name, rows in {
     'a': [row('x', 1), row('y', 2)],
-    'b': [row('x', 3)],
+    'b': [row('x', 3), row('x', 4)],
   }.items():
     (tmp_path / name).mkdir()
     lines = ''.join(json.dumps(x) + '\n' for x in rows)
@@ -139,7 +139,9 @@ def test_rows_of_several_runs_are_joined(tmp_path):
     [f'--out={tmp_path}/c', f'--join={tmp_path}/a,{tmp_path}/b']
   )
   found = kernels_static.join(flags)['rows']
-  assert [(x['who'], x['cycles']) for x in found] == [('x', 3), ('y', 2)]
+  # Two kernels of one name are two rows.
+  want = [('x', 3), ('y', 2), ('x', 4)]
+  assert [(x['who'], x['cycles']) for x in found] == want
 
 
 def case(op, shape):

@@ -185,7 +185,8 @@ def attention(
       less, so `window` keys if causal and 2 window - 1 if not.
     lengths: [B], int in [0, S], clamped under jit: keys beyond do not exist.
     segment_ids: [B, T] if T = S, or a pair ([B, T], [B, S]), int: a query sees
-      keys of its own segment only. Need not be sorted.
+      keys of its own segment only. Need not be sorted, but only tiles whose
+      ranges of ids lie apart are skipped: of packed sequences, most of them.
     spans: see `Spans`.
     key_bias: [B, S], float, added to the logits of a key, as the logarithm of
       its weight; -inf hides it.

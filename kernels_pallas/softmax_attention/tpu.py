@@ -7,8 +7,10 @@ The last axis of the grid adds tiles to sums that stay in VMEM. The forward
 pass and the gradient of q hold queries in rows and keys in lanes; the gradients
 of k and v hold them the other way round, so that no tile is transposed. What
 belongs to a query or key lies in HBM as a row, and becomes a column once for
-all tiles that need it. Tiles that the mask leaves whole skip the mask, those
-that it empties are skipped, and their operands not fetched.
+all tiles that need it. Tiles that the mask leaves whole skip the mask, and
+those that it empties are skipped; their operands are not fetched if causality
+or the window says so. A tile is worked on in parts, so that fewer of its logits
+have to be stored.
 """
 
 import functools

@@ -3,8 +3,9 @@
 Axes: B sequences, H = G R query heads, n blocks of t queries, m blocks of s
 keys, D and V features.
 
-No tile outside the causal triangle or the window is visited. The backward pass
-computes each tile once more from the logarithm of its sums.
+No tile outside the causal triangle, the window or the range of tiles that may
+share a segment is visited. The backward pass computes each tile once more from
+the logarithm of its sums.
 """
 
 from typing import Any, NamedTuple

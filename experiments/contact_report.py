@@ -15,11 +15,7 @@ from experiments import plots
 from experiments.contact import Task, make_task
 from experiments.planted_report import markdown, write_csv
 from tmlib.mil import auroc
-from tmlib.ops.statistics import (
-  Interval,
-  bootstrap_interval,
-  detectable_difference,
-)
+from tmlib.ops.statistics import Interval, detectable_difference
 
 __all__ = ['composition_scores', 'read_scores', 'section', 'within_auroc']
 
@@ -220,23 +216,44 @@ class _Comparison:
     self.labels = np.array([int(w.touch) for w in task.windows])
     corners = np.array([w.corner for w in task.windows]) // size
     blocks = np.column_stack([self.places, corners])
-    self._groups = np.unique(blocks, axis=0, return_inverse=True)[1].reshape(-1)
-    self._samples = samples
+    groups = np.unique(blocks, axis=0, return_inverse=True)[1].reshape(-1)
+    count = int(groups.max()) + 1
+    drawn = np.random.default_rng(0).multinomial(
+      count, [1 / count] * count, samples
+    )
+    # How often each window is there: once, and in each sample.
+    self._times = np.concatenate([np.ones((1, count)), drawn])[:, groups]
 
   def auc(self, scores: np.ndarray) -> float:
+    """`within_auroc` on these windows."""
     return within_auroc(self.places, self.labels, scores)
+
+  def _aucs(self, scores: np.ndarray) -> np.ndarray:
+    """`within_auroc` on the windows, then on each sample of squares."""
+    total, weight = np.zeros((2, len(self._times)))
+    for place in np.unique(self.places):
+      first, second = (
+        np.flatnonzero((self.places == place) & (self.labels == label))
+        for label in (1, 0)
+      )
+      gap = np.sign(scores[first][:, None] - scores[second])
+      one, two = self._times[:, first], self._times[:, second]
+      wins = np.einsum('sa,ab,sb->s', one, (1 + gap) / 2, two, optimize=True)
+      pairs = one.sum(1) * two.sum(1)
+      size = (one.sum(1) + two.sum(1)) * (pairs > 0)
+      total += size * wins / np.maximum(pairs, 1)
+      weight += size
+    return total / np.where(weight > 0, weight, np.nan)
 
   def interval(self, scores: np.ndarray, other: np.ndarray) -> Interval:
     """Of the AUC less that of the other scores; constant ones have 1/2."""
-
-    def metric(places, labels, one, two):
-      return within_auroc(places, labels, one) - within_auroc(
-        places, labels, two
-      )
-
-    return bootstrap_interval(
-      metric, self.places, self.labels, scores, other, groups=self._groups,
-      samples=self._samples, method='percentile',
+    gap = self._aucs(scores) - self._aucs(other)
+    value, draws = float(gap[0]), gap[1:][np.isfinite(gap[1:])]
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return Interval(
+      value, float(low), float(high), float(draws.std(ddof=1)), 0.95,
+      'percentile', len(gap) - 1, len(gap) - 1 - len(draws),
+      float(draws.mean()) - value,
     )  # fmt: skip
 
 

@@ -245,6 +245,20 @@ def test_composition_tells_nothing_where_it_is_matched(config):
   assert auroc(judge.labels, scores) == pytest.approx(0.5)
 
 
+def test_weighted_samples_are_those_of_repeated_windows(config):
+  config.contact.window = 3
+  task = contact.make_task(config, a_study(('A1', 'B1', 'C1', 'D1')), 'kinds')
+  judge = report._Comparison(task, 3, 5)
+  scores = np.random.default_rng(0).integers(0, 4, len(task.windows)) * 1.0
+  found = judge._aucs(scores)
+  for times, value in zip(judge._times.astype(int), found, strict=True):
+    rows = np.repeat(np.arange(len(scores)), times)
+    want = report.within_auroc(
+      judge.places[rows], judge.labels[rows], scores[rows]
+    )
+    np.testing.assert_allclose(value, want, rtol=1e-12)
+
+
 def test_wrong_fields_and_too_few_windows(config):
   for field in ('inputs', 'concepts'):
     wrong = config.copy_and_resolve_references()

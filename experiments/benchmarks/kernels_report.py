@@ -177,7 +177,7 @@ def picture(rows: list[dict[str, Any]], path: pathlib.Path) -> bool:
     ax.axhline(1, color='black', linewidth=0.8)
     ax.set_xticks(range(len(chips)), chips)
     ax.set_yscale('log')
-    ax.set_ylim(bottom=0.8)
+    ax.set_ylim(bottom=0.5)
     ax.yaxis.set_major_formatter(ticker.FormatStrFormatter('%g'))
     ax.yaxis.set_minor_formatter(ticker.FormatStrFormatter('%g'))
     ax.set_title(', '.join(panel), fontsize=10)

@@ -47,7 +47,8 @@ _NOTE = """
 AUC among the windows of one section, mean over sections by their windows; of
 scores averaged over {seeds} seeds, beside the mean of single seeds. Intervals
 (95 %) and standard errors are of a bootstrap over squares of {size} x {size}
-spots, since windows overlap: they speak of these sections, not of other
+spots, since windows overlap; windows of adjoining squares still share spots, so
+they are somewhat too narrow, and they speak of these sections, not of other
 patients. `detectable`: a smaller true difference from the row that it is
 compared with would be missed more often than one time in five. `composition`
 is a logistic regression on the shares of both kinds and the number of spots,

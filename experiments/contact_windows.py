@@ -166,7 +166,9 @@ def match_windows(windows: Sequence[Window], seed: int) -> list[Window]:
   kept: list[int] = []
   for apart, touch in strata.values():
     sizes = [[len(windows[i].spots) for i in m] for m in (apart, touch)]
-    cost = np.abs(np.subtract.outer(*sizes)) + 0.1 * rng.random(
+    # Ties are broken by chance, which all together is less than one spot.
+    noise = 0.5 / max(min(len(apart), len(touch)), 1)
+    cost = np.abs(np.subtract.outer(*sizes)) + noise * rng.random(
       (len(apart), len(touch))
     )
     for members, chosen in zip(

@@ -34,9 +34,6 @@ def make(config, workdir: Path | None = None) -> train.Experiment:
     options = network_options(config)
   study = load_study(config, workdir)
   graph = graph_of(config, study.has_coords)
-  if workdir is not None and not config.train.compilation_cache:
-    # Folds are one program: the first compiles it.
-    config.train.compilation_cache = str(workdir / 'compiled')
   plan = _plan(config, study)
   parts = {
     fold.name: _part(config, study, fold, plan, graph, options)
@@ -48,7 +45,7 @@ def make(config, workdir: Path | None = None) -> train.Experiment:
 
     slides_report.write(config, study, graph, folder)
 
-  return train.Experiment(parts=parts, report=report)
+  return train.Experiment(parts=parts, same_programs=True, report=report)
 
 
 def predict(config, workdir: Path) -> int:

@@ -78,7 +78,7 @@ def spmm(graph: PatchGraph, w: jax.Array, x: jax.Array) -> jax.Array:
 
   def add(part):
     w, nbr, emask = part
-    y = jnp.zeros((), dtype)
+    y = jnp.zeros((*w.shape[:-1], x.shape[-1]), dtype)
     for k in range(graph.num_slots):
       near = _take(reach, nbr[..., k], lead)
       # where, not multiply: 0 * NaN in a padded row is NaN.

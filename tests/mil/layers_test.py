@@ -42,6 +42,22 @@ def test_equals_flax(name, shape):
       np.testing.assert_allclose(got, want, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize('dtype', [jnp.float16, jnp.bfloat16])
+def test_statistics_of_half_precision_are_wide(dtype):
+  """A square of 400 is none in float16."""
+  x = np.random.default_rng(0).normal(size=(3, 48)) * 400
+  x = jnp.asarray(x, dtype)
+  ours, theirs = layers.LayerNorm(), nn.LayerNorm(epsilon=1e-5, dtype=dtype)
+  params = ours.init(jax.random.key(0), x)
+  wide = lambda y: np.asarray(y, np.float32)
+  got, want = (m.apply(params, x) for m in (ours, theirs))
+  np.testing.assert_allclose(wide(got), wide(want), rtol=1e-2, atol=1e-2)
+  loss = lambda m: lambda x: jnp.sum(jnp.tanh(m.apply(params, x)))
+  got, want = (jax.grad(loss(m))(x) for m in (ours, theirs))
+  assert got.dtype == dtype
+  np.testing.assert_allclose(wide(got), wide(want), rtol=0.05, atol=2e-4)
+
+
 def test_half_precision():
   x = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
   ours, theirs = (

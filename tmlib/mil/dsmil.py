@@ -10,8 +10,8 @@ from flax import linen as nn
 
 from tmlib.mil.bag import Bag
 from tmlib.mil.dropout import bag_dropout
-from tmlib.mil.embedding import clean_features, embed, row_keys, wide
-from tmlib.mil.layers import Dense
+from tmlib.mil.embedding import clean_features, embed, row_keys
+from tmlib.mil.layers import Dense, wide
 from tmlib.mil.output import MILOutput
 from tmlib.mil.rows import (
   branch_attention,

@@ -10,7 +10,8 @@ from flax import linen as nn
 
 from tmlib.mil.attention import AttentionScores
 from tmlib.mil.bag import Bag
-from tmlib.mil.embedding import embed, row_keys, wide
+from tmlib.mil.embedding import embed, row_keys
+from tmlib.mil.layers import wide
 from tmlib.mil.output import MILOutput
 from tmlib.mil.rows import (
   gather_rows,

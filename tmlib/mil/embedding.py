@@ -14,12 +14,7 @@ from tmlib.mil.bag import Bag
 from tmlib.mil.dropout import bag_dropout
 from tmlib.mil.layers import Dense
 
-__all__ = ['clean_features', 'embed', 'row_keys', 'wide']
-
-
-def wide(x: jax.Array) -> jax.Array:
-  """`x` in float32, or in its own dtype where that is wider."""
-  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+__all__ = ['clean_features', 'embed', 'row_keys']
 
 
 def clean_features(module: Any, bag: Bag) -> jax.Array:

@@ -16,7 +16,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.linen.dtypes import promote_dtype
 
-__all__ = ['Dense', 'LayerNorm', 'layer_norm', 'linear']
+__all__ = ['Dense', 'LayerNorm', 'layer_norm', 'linear', 'wide']
+
+
+def wide(x: jax.Array) -> jax.Array:
+  """`x` in float32, or in its own dtype where that is wider."""
+  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _flat(x):
@@ -77,7 +82,8 @@ def layer_norm(
     [..., M].
   """
   unit, _ = _standardise(_flat(x), epsilon)
-  return (unit * scale[None] + bias[None]).reshape(x.shape)
+  y = unit * scale[None] + bias[None]
+  return y.reshape(x.shape).astype(x.dtype)
 
 
 def _weigh(x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -87,6 +93,7 @@ def _weigh(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _standardise(x, epsilon):
+  x = wide(x)
   ones = jnp.ones(x.shape[1], x.dtype)
   centred = x - _weigh(x, ones)
   inverse = jax.lax.rsqrt(_weigh(centred**2, ones) + epsilon)
@@ -96,11 +103,13 @@ def _standardise(x, epsilon):
 def _layer_norm_backward(saved, g):
   x, scale, epsilon = saved
   unit, inverse = _standardise(_flat(x), epsilon)
-  g = _flat(g)
+  g = wide(_flat(g))
   product = g * unit
   along = unit * _weigh(product, scale)
   dx = inverse * (g * scale[None] - _weigh(g, scale) - along)
-  return dx.reshape(x.shape), _sum_rows(product), _sum_rows(g), None
+  dx = dx.reshape(x.shape).astype(x.dtype)
+  sums = (_sum_rows(rows).astype(scale.dtype) for rows in (product, g))
+  return dx, *sums, None
 
 
 layer_norm.defvjp(

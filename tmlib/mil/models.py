@@ -15,7 +15,8 @@ from flax import linen as nn
 from tmlib.mil import pooling, soft_pooling
 from tmlib.mil.attention import AttentionScores
 from tmlib.mil.bag import Bag
-from tmlib.mil.embedding import embed, row_keys, wide
+from tmlib.mil.embedding import embed, row_keys
+from tmlib.mil.layers import wide
 from tmlib.mil.output import MILOutput
 
 __all__ = ['ABMIL', 'PoolMIL']

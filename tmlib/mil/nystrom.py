@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import attention
-from tmlib.mil.layers import linear
+from tmlib.mil.layers import linear, wide
 
 __all__ = [
   'NystromParams',
@@ -63,7 +63,8 @@ def landmark_means(x: jax.Array, count: jax.Array, m: int) -> jax.Array:
   add = lambda x, block: jax.ops.segment_sum(
     x, block, m, indices_are_sorted=True
   )
-  return jax.vmap(add)(x, block) / length[..., None].astype(x.dtype)
+  total = jax.vmap(add)(wide(x), block)
+  return (total / length[..., None]).astype(x.dtype)
 
 
 def pseudo_inverse(
@@ -91,10 +92,15 @@ def pseudo_inverse(
   Returns:
     [..., H, m, m or V].
 
+  Raises:
+    ValueError: no iteration.
+
   References:
     Xiong, Zeng, Chakraborty et al. Nystromformer: A Nystrom-based algorithm for
     approximating self-attention, 2021.
   """
+  if iterations < 1:
+    raise ValueError(f'iterations={iterations} must be >= 1')
   axes = (-2, -1) if shared_norm else -1
   largest = lambda x: jnp.max(x, axes, keepdims=True)
   norm = largest(jnp.sum(jnp.abs(a), -1)) * largest(jnp.sum(jnp.abs(a), -2))
@@ -140,6 +146,8 @@ def _heads(x, kernel):
 
 def _landmarks(x, count, params, m, iterations, shared_norm):
   """Everything but the queries of single tokens."""
+  real = jnp.arange(x.shape[1])[None] < count[:, None]
+  x = jnp.where(real[..., None], x, 0)
   of = lambda x, i: _heads(x, params.qkv[:, i])
   means = landmark_means(x, count, m)
   queries = of(means, 0) * params.qkv.shape[-1] ** -0.5
@@ -283,8 +291,9 @@ def _convolve(values: jax.Array, taps: jax.Array) -> jax.Array:
   reach = taps.shape[0] - 1
   block = max(_BLOCK, reach)
   count = -(-size // block)
-  after = (count + 1) * block - size - reach // 2
-  padded = jnp.pad(values, ((0, 0), (reach // 2, after), (0, 0), (0, 0)))
+  before = taps.shape[0] // 2
+  after = (count + 1) * block - size - before
+  padded = jnp.pad(values, ((0, 0), (before, after), (0, 0), (0, 0)))
   blocks = padded.reshape(batch, count + 1, block, heads, width)
   near = jnp.concatenate([blocks[:, :-1], blocks[:, 1:, :reach]], 2)
   tap = np.arange(block + reach)[None] - np.arange(block)[:, None]

@@ -12,8 +12,8 @@ from kernels_pallas.graph import PatchGraph, ell_spmm
 from tmlib.mil.attention import AttentionScores
 from tmlib.mil.bag import Bag
 from tmlib.mil.dropout import bag_dropout
-from tmlib.mil.embedding import embed, row_keys, wide
-from tmlib.mil.layers import Dense, LayerNorm
+from tmlib.mil.embedding import embed, row_keys
+from tmlib.mil.layers import Dense, LayerNorm, wide
 from tmlib.mil.output import MILOutput
 from tmlib.mil.pooling import attention_pool
 

@@ -12,7 +12,8 @@ import numpy as np
 from flax import linen as nn
 
 from tmlib.mil.bag import Bag
-from tmlib.mil.embedding import clean_features, wide
+from tmlib.mil.embedding import clean_features
+from tmlib.mil.layers import wide
 
 __all__ = ['check_text', 'in_text_space', 'unit']
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from tmlib.mil.bag import Bag
-from tmlib.mil.embedding import embed, row_keys, wide
-from tmlib.mil.layers import LayerNorm
+from tmlib.mil.embedding import embed, row_keys
+from tmlib.mil.layers import LayerNorm, wide
 from tmlib.mil.nystrom import (
   NystromParams,
   nystrom_attention,

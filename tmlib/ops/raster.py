@@ -135,8 +135,11 @@ def _depthwise_backward(saved, grad):
     return total + jnp.stack(sums).reshape(total.shape), None
 
   starts = jnp.arange(count) * block
-  by_tap = jax.lax.scan(add, jnp.zeros_like(kernel), (starts, parts))[0]
-  return depthwise(grad, kernel[::-1, ::-1]), by_tap
+  wide = jnp.promote_types(jnp.result_type(raster, grad), jnp.float32)
+  total = jnp.zeros(kernel.shape, wide)
+  by_tap = jax.lax.scan(add, total, (starts, parts))[0].astype(kernel.dtype)
+  by_raster = depthwise(grad, kernel[::-1, ::-1])
+  return by_raster.astype(raster.dtype), by_tap
 
 
 depthwise.defvjp(_depthwise_forward, _depthwise_backward)

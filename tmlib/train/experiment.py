@@ -5,6 +5,7 @@ does it: train, evaluate, predict or report.
 """
 
 import csv
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -46,6 +47,8 @@ class Experiment(NamedTuple):
     labels: {output: what each of its integers means, from 0}, for the same.
     parts: {name: experiment}, each run in its own folder, in order: models to
       compare, points of a curve.
+    same_programs: the parts' programs are alike: the first compiles them, into
+      `workdir/compiled` where `config.train.compilation_cache` names no folder.
     report: writes `report/` from what lies in the working directory.
   """
 
@@ -61,6 +64,7 @@ class Experiment(NamedTuple):
   names: Sequence[str] | None = None
   labels: Mapping[str, Sequence[str]] | None = None
   parts: Mapping[str, 'Experiment'] | None = None
+  same_programs: bool = False
   report: Callable[[Path], None] | None = None
 
 
@@ -100,6 +104,9 @@ def run(
     options = Options.from_config(
       train, allow_config_change=allow_config_change
     )
+    if experiment.same_programs and not options.compilation_cache:
+      folder = str(workdir / 'compiled')
+      options = dataclasses.replace(options, compilation_cache=folder)
     if mode == 'train' and not (workdir / 'config.json').exists():
       _write_config(config, workdir)
     finished = _run_parts(experiment, config, options, workdir, mode)

@@ -23,7 +23,9 @@ from tmlib.data.slides import (
 )
 from tmlib.data.slides import scan as scan_module
 from tmlib.data.slides.cohort import CohortError
+from tmlib.data.slides.h5 import load_h5
 from tmlib.data.slides.h5_guard import H5Guard
+from tmlib.data.slides.slide import SlideFileError
 
 # Ends as libhdf5 does, where a file's name says so.
 PROGRAM = """
@@ -141,4 +143,35 @@ def test_the_child_imports_no_jax():
     [sys.executable, '-P', '-c', code],
     capture_output=True, text=True, check=True,
   )  # fmt: skip
-  assert found.stdout.split() == ['ready', 'set()']
+  assert (found.stdout + found.stderr).split() == ['ready', 'set()']
+
+
+def test_what_others_print_is_no_answer(tmp_path, monkeypatch):
+  (tmp_path / 'sitecustomize.py').write_text("print('hello', flush=True)")
+  monkeypatch.setenv('PYTHONPATH', str(tmp_path))
+  write_clam(tmp_path / 'a.h5', features_of(6), grid_coords(2, 3))
+  with H5Guard() as guard:
+    assert guard.check(tmp_path / 'a.h5') == ''
+  loud = tmp_path / 'ends.py'
+  loud.write_text('print("no")')
+  with H5Guard(program=loud) as guard:
+    assert guard.check(tmp_path / 'a.h5') == ''  # unguarded, with a warning
+
+
+def test_a_header_that_asks_for_too_much(tmp_path):
+  """Of positions too; the child reads the attributes of both all the same."""
+  path = tmp_path / 'a.h5'
+  with h5py.File(path, 'w') as file:
+    file['features'] = features_of(6)
+    coords = file.create_dataset('coords', (5_000_000, 2), 'i8', chunks=True)
+    coords.attrs['patch_size'] = 256
+  with pytest.raises(SlideFileError, match=r'coords of shape \(5000000, 2\)'):
+    load_h5(path)
+  seen = []
+  with pytest.MonkeyPatch.context() as patch:
+    items = h5py.AttributeManager.items
+    patch.setattr(
+      h5py.AttributeManager, 'items', lambda a: seen.append(1) or items(a)
+    )
+    h5_guard.touch(str(path), True)
+  assert len(seen) == 2

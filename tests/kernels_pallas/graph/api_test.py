@@ -265,6 +265,13 @@ def test_own_rules_have_no_scatter():
 # --- padding
 
 
+def test_a_graph_without_slots_sums_to_zero():
+  graph = ell_from_edges(np.zeros((0, 2), int), 5, 1)
+  graph = jax.tree.map(lambda leaf: leaf[:, :0], graph)
+  got = K.ell_spmm(graph, jnp.zeros((5, 0)), jnp.ones((5, 2)))
+  np.testing.assert_array_equal(got, np.zeros((5, 2)))
+
+
 @pytest.mark.parametrize('path', PATHS)
 def test_nan_in_padding_and_empty_slots_is_harmless(path):
   rng = np.random.default_rng(3)

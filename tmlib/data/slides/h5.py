@@ -56,6 +56,8 @@ def load_h5(path: str | Path) -> Slide:
   with _opened(path) as file:
     features = _features(file, path)
     coords = _dataset(file, COORDS)
+    if coords is not None:
+      _check_size(coords, 'coords', path)
     attrs = _attributes(features)
     position_attrs = {} if coords is None else _attributes(coords)
     arrays = features[()], None if coords is None else coords[()]
@@ -132,15 +134,19 @@ def _features(file: Any, path: str | Path) -> Any:
     raise SlideFileError(
       f'{path}: no dataset "features"; it holds {names or "nothing"}'
     )
-  # A damaged header may ask for terabytes.
-  size = math.prod(found.shape) * found.dtype.itemsize
+  _check_size(found, 'features', path)
+  return found
+
+
+def _check_size(dataset: Any, name: str, path: str | Path) -> None:
+  """A damaged header may ask for terabytes."""
+  size = math.prod(dataset.shape) * dataset.dtype.itemsize
   stored = Path(path).stat().st_size
   if size > MOST_PER_BYTE * stored:
     raise SlideFileError(
-      f'{path}: features of shape {found.shape} cannot come from a file of '
+      f'{path}: {name} of shape {dataset.shape} cannot come from a file of '
       f'{stored} bytes; it is damaged: extract it again'
     )
-  return found
 
 
 def _attributes(dataset: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ that `read_h5` would; when the child dies, the file is to blame.
 This module is also the child's program and imports nothing of tmlib.
 """
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -16,6 +17,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +80,21 @@ class H5Guard:
     except OSError:
       return ''
     request = json.dumps([os.fspath(path), full, limit]).encode() + b'\n'
-    if self._answer(child, request) == _DONE:
+    # Where the child has no alarm of its own (Windows), this is the limit.
+    timer = threading.Timer(limit + 5, child.kill)
+    timer.daemon = True
+    timer.start()
+    answer = self._answer(child, request)
+    timer.cancel()
+    if answer == _DONE:
       return ''
     self.close()
     code = child.returncode
+    if code in (-signal.SIGTERM, -getattr(signal, 'SIGKILL', signal.SIGTERM)):
+      return (
+        f'{path} was not read: the process that reads it first was killed, for '
+        'instance for want of memory; free some and start again'
+      )
     how = f'crashed (exit status {code})'
     if code < 0 and -code == getattr(signal, 'SIGALRM', None):
       how = f'did not return in {limit:.0f} s'
@@ -105,7 +118,9 @@ class H5Guard:
       if self._answer(child, b'') == _READY:
         self._child = child
       else:
-        self._give_up(f'exit status {child.wait()}')
+        child.kill()
+        child.communicate()
+        self._give_up(f'exit status {child.returncode}')
     return self._child
 
   def _give_up(self, why: Any) -> None:
@@ -125,7 +140,12 @@ class H5Guard:
       child.stdin.flush()
     except OSError:
       return b''
-    return child.stdout.readline()
+    # A plugin may print as well.
+    for line in child.stdout:
+      for answer in (_READY, _DONE):
+        if line.endswith(answer):
+          return answer
+    return b''
 
 
 def touch(path: str, full: bool) -> None:
@@ -136,13 +156,15 @@ def touch(path: str, full: bool) -> None:
   with h5py.File(path, 'r') as file:
     list(file)
     for name in FEATURES + COORDS:
-      found: Any = file[name] if name in file else None
-      if not hasattr(found, 'shape'):
-        continue
-      size = math.prod(found.shape) * found.dtype.itemsize
-      if full and size <= most:
-        dict(found.attrs.items())
-        found[()]
+      # Each on its own: what HDF5 reports of one must not hide another.
+      with contextlib.suppress(Exception):
+        found: Any = file[name] if name in file else None
+        if not hasattr(found, 'shape') or not full:
+          continue
+        with contextlib.suppress(Exception):
+          dict(found.attrs.items())
+        if math.prod(found.shape) * found.dtype.itemsize <= most:
+          found[()]
 
 
 def _alarm(seconds: float) -> None:
@@ -153,9 +175,11 @@ def _alarm(seconds: float) -> None:
 
 def _serve() -> None:
   """Answers a line for each request, until there are no more."""
+  # Only answers go to the parent: what else is printed joins the errors.
+  out = os.fdopen(os.dup(1), 'wb')
+  os.dup2(2, 1)
   import h5py  # noqa: F401  (before the first answer: a guard without it fails)
 
-  out = sys.stdout.buffer
   out.write(_READY)
   out.flush()
   for line in sys.stdin.buffer:

@@ -23,6 +23,7 @@ Args after the colon: `:tiny` (simulated sections, seconds).
 
 from ml_collections import ConfigDict
 
+from configs import touching_blobs
 from tmlib.config import default_config
 
 
@@ -136,16 +137,6 @@ def _contact() -> ConfigDict:
       optimizer=ConfigDict(
         dict(learning_rate=1e-2, warmup=0.1, weight_decay=1e-4)
       ),
-      network=ConfigDict(
-        dict(
-          hidden=16,
-          regions=4,
-          num_concepts=4,
-          steps=4,
-          pooling='region',
-          same_region='inner',
-          remat=False,
-        )
-      ),
+      network=touching_blobs.get_config().tmevolve,
     )
   )  # fmt: skip

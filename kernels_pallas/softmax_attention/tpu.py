@@ -100,8 +100,27 @@ def _launch(
   )
 
 
+def _logits_in_parts(
+  plan: Plan,
+  refs: Operands,
+  space: dict[str, Any],
+  j: Any,
+  mask: Any,
+  diagonal: Any,
+) -> Iterator[tuple[Any, jax.Array, jax.Array | None]]:
+  """Rows of queries, their logits of a tile, and which of them are seen."""
+  k = turned_keys(plan, refs, space, j)
+
+  def product(rows):
+    keys = seen_keys(plan, diagonal, rows).size
+    return dot(refs.q[rows, :], k[:keys], transpose=True)
+
+  for rows, x in in_parts(plan.t, product):
+    yield rows, *query_logits(plan.config, refs, space, rows, x, mask)
+
+
 def _forward_body(refs, outputs, space, *, plan):
-  config, (out, lse) = plan.config, outputs
+  out, lse = outputs
   i, j = pl.program_id(2), pl.program_id(3)
   peak, total, acc = space['peak'], space['total'], space['acc']
 
@@ -115,15 +134,8 @@ def _forward_body(refs, outputs, space, *, plan):
   turn_once(plan, refs, space, i, j)
 
   def step(mask, diagonal):
-    k = turned_keys(plan, refs, space, j)
     v = refs.v[...]
-
-    def product(rows):
-      keys = seen_keys(plan, diagonal, rows).size
-      return dot(refs.q[rows, :], k[:keys], transpose=True)
-
-    for rows, x in in_parts(plan.t, product):
-      x, seen = query_logits(config, refs, space, rows, x, mask)
+    for rows, x, seen in _logits_in_parts(plan, refs, space, j, mask, diagonal):
       weights, decay, peak[rows, :], total[rows, :] = softmax_step(
         tiles.hide(x, seen, -jnp.inf),
         peak[rows, :],
@@ -147,7 +159,7 @@ def _forward_body(refs, outputs, space, *, plan):
 
 
 def _silu_body(refs, outputs, space, *, plan):
-  config, acc = plan.config, space['acc']
+  acc = space['acc']
   i, j = pl.program_id(2), pl.program_id(3)
 
   @pl.when(j == 0)
@@ -158,15 +170,8 @@ def _silu_body(refs, outputs, space, *, plan):
   turn_once(plan, refs, space, i, j)
 
   def step(mask, diagonal):
-    k = turned_keys(plan, refs, space, j)
     v = refs.v[...]
-
-    def product(rows):
-      keys = seen_keys(plan, diagonal, rows).size
-      return dot(refs.q[rows, :], k[:keys], transpose=True)
-
-    for rows, x in in_parts(plan.t, product):
-      x, seen = query_logits(config, refs, space, rows, x, mask)
+    for rows, x, seen in _logits_in_parts(plan, refs, space, j, mask, diagonal):
       weights, _ = silu(tiles.hide(x, seen, 0.0))
       acc[rows, :] += dot(weights, v[: x.shape[1]])
 

@@ -96,7 +96,7 @@ setup(
   extras_require={
     'aot': AOT,
     'cuda13': ['jax[cuda13]>=0.10.2'],
-    'examples': EXAMPLES,
+    'examples': EXAMPLES + H5,
     'h5': H5,
     'test': TEST + EXAMPLES + AOT + H5,
     'tpu': ['jax[tpu]>=0.10.2'],

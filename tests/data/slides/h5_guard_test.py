@@ -159,7 +159,7 @@ def test_what_others_print_is_no_answer(tmp_path, monkeypatch):
 
 
 def test_a_header_that_asks_for_too_much(tmp_path):
-  """Of positions too; the child reads the attributes of both all the same."""
+  """Of positions too; the child reads all attributes all the same."""
   path = tmp_path / 'a.h5'
   with h5py.File(path, 'w') as file:
     file['features'] = features_of(6)
@@ -174,4 +174,4 @@ def test_a_header_that_asks_for_too_much(tmp_path):
       h5py.AttributeManager, 'items', lambda a: seen.append(1) or items(a)
     )
     h5_guard.touch(str(path), True)
-  assert len(seen) == 2
+  assert len(seen) == 3  # of the file, features and positions

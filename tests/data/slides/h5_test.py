@@ -32,6 +32,30 @@ def test_clam_infers_the_pitch_and_says_so(path):
   assert slide.pitch == 512
 
 
+def test_attributes_of_the_whole_file_count(path):
+  write_clam(path, features_of(1), grid_coords(1, 1))
+  with h5py.File(path, 'a') as file:
+    file.attrs.update(patch_size=256, patch_size_level0=512)
+  assert read_h5(path).pitch == 512
+
+
+@pytest.mark.parametrize('told', [300, 448, 512])
+def test_a_pitch_that_a_small_slide_lies_on_roughly_is_not_taken(path, told):
+  attrs = dict(patch_size=told, patch_size_level0=told)
+  write_trident(path, features_of(12), grid_coords(3, 4, 256), **attrs)
+  with pytest.warns(UserWarning, match='pitch of 256 px inferred'):
+    assert read_h5(path).pitch == 256
+
+
+def test_jitter_leaves_the_pitch_that_is_told(path):
+  coords = grid_coords(9, 9) + np.random.default_rng(0).integers(
+    -30, 30, (81, 2)
+  )
+  attrs = dict(patch_size=256, patch_size_level0=256)
+  write_trident(path, features_of(81), coords, **attrs)
+  assert read_h5(path).pitch == 256
+
+
 @pytest.mark.parametrize('downsample', [2.0, (2.0, 2.0)])
 def test_clam_attributes_give_the_pitch(path, downsample):
   attrs = dict(patch_size=256, patch_level=1, downsample=downsample, name='a')

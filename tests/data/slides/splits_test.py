@@ -53,6 +53,23 @@ def test_bad_splits(tmp_path, header, rows, match):
     read_splits(path)
 
 
+def test_names_ids_and_marks_as_others_write_them(tmp_path):
+  path = write_csv(
+    tmp_path / 'a.csv',
+    'Train,valid,Test',
+    [('1.0', '3.0', '7.0'), ('2', '', '')],
+  )
+  (split,) = read_splits(path)
+  assert split[1:] == (('1', '2'), ('3',), ('7',))
+  path = write_csv(
+    tmp_path / 'b.csv',
+    'row,slide_id,train,test',
+    [(0, 'a', 1, 0), (1, 'b', 0, 1)],
+  )
+  (split,) = read_splits(path)
+  assert split[1:] == (('a',), (), ('b',))
+
+
 def test_a_folder_without_splits(tmp_path):
   with pytest.raises(FileNotFoundError, match='no split table'):
     read_splits(tmp_path)

@@ -199,13 +199,57 @@ def test_targets(tmp_path):
     ('name,label\na,b\n', 'slide_id'),
     ('slide_id,label\na,\n', 'label is empty'),
     ('slide_id,label\na,x\na,y\n', 'a appears twice, with label x and y'),
-    ('slide_id,label\n"a,x\n', 'label is empty'),
+    ('slide_id,label\nb,y\n"a,x\nc,y\n', 'line 4: .*is a quote left open'),
   ],
 )
 def test_bad_label_tables(tmp_path, text, match):
   (tmp_path / 'a.csv').write_text(text)
   with pytest.raises(TableError, match=match):
     read_labels(tmp_path / 'a.csv')
+
+
+@pytest.mark.parametrize(
+  'text',
+  [
+    'slide_id,label\ra,x\rb,y\r',  # old Macs
+    'sep=;\r\nslide_id;label\r\na;x\r\nb;y\r\n',  # Excel
+    'slide_id,label\na,x,\nb,y,,\n',
+    '"slide_id";"label";"a, b, c, d"\na;x;1\nb;y;2\n',
+    '\n\nslide_id\tlabel\n\na\tx\n\t\nb\ty\n',
+  ],
+)
+def test_what_spreadsheets_write(tmp_path, text):
+  (tmp_path / 'a.csv').write_text(text, newline='')
+  table = read_labels(tmp_path / 'a.csv')
+  assert table.slides == ['a', 'b']
+  assert table.values['label'].tolist() == ['x', 'y']
+
+
+@pytest.mark.parametrize('index', ['', 'Unnamed: 0'])
+def test_the_index_of_pandas_is_nothing_else(tmp_path, index):
+  rows = [(i, f'p{i}', i % 2, 2.5, 7 + i) for i in range(3)]
+  header = f'{index},case_id,label,survival_months,censorship'
+  path = write_csv(tmp_path / 'a.csv', header, [r[:4] + (0,) for r in rows])
+  for table in (read_labels(path), read_survival(path)):
+    assert table.cases == ['p0', 'p1', 'p2']
+    assert table.slides == table.sites == ['', '', '']
+  header = f'{index},slide_id,site,G1,age'
+  path = write_csv(tmp_path / 'b.csv', header, rows)
+  assert read_targets(path).names == ('G1', 'age')
+
+
+@pytest.mark.parametrize(
+  ('column', 'turned'),
+  [
+    ('is_censored', True), ('Censor', True), ('uncensored', False),
+    ('not_censored', False), ('died', False),
+  ],
+)  # fmt: skip
+def test_who_is_censored_is_read_from_the_name(tmp_path, column, turned):
+  rows = [('p', 3, 'yes'), ('q', 4, 'no')]
+  path = write_csv(tmp_path / 'a.csv', f'case_id,time,{column}', rows)
+  event = read_survival(path, event_column=column).values['event']
+  assert event.tolist() == [not turned, turned]
 
 
 def test_rows_that_agree_are_one(tmp_path):
@@ -226,10 +270,13 @@ def test_packed_tables_and_wrong_paths(tmp_path):
   with zipfile.ZipFile(tmp_path / 'd.zip', 'w') as archive:
     archive.writestr('a.csv', raw)
     archive.writestr('b.csv', raw)
+  with zipfile.ZipFile(tmp_path / 'e.xlsx', 'w') as archive:
+    archive.writestr('xl/workbook.xml', '')
   for name, match in [
     ('b.csv.gz', 'unpacked'),
     ('c.csv', 'not UTF-8'),
-    ('d.zip', '2 tables'),
+    ('d.zip', r'^\S*d\.zip: holds 2 tables'),
+    ('e.xlsx', 'Excel workbook; save'),
     ('.', 'is a folder'),
   ]:
     with pytest.raises(TableError, match=match):

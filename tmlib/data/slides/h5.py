@@ -58,7 +58,7 @@ def load_h5(path: str | Path) -> Slide:
     coords = _dataset(file, COORDS)
     if coords is not None:
       _check_size(coords, 'coords', path)
-    attrs = _attributes(features)
+    attrs = _attributes(file) | _attributes(features)
     position_attrs = {} if coords is None else _attributes(coords)
     arrays = features[()], None if coords is None else coords[()]
   merged = attrs | position_attrs
@@ -149,8 +149,8 @@ def _check_size(dataset: Any, name: str, path: str | Path) -> None:
     )
 
 
-def _attributes(dataset: Any) -> dict[str, Any]:
-  return {name: _plain(value) for name, value in dataset.attrs.items()}
+def _attributes(owner: Any) -> dict[str, Any]:
+  return {name: _plain(value) for name, value in owner.attrs.items()}
 
 
 def _plain(value: Any) -> Any:

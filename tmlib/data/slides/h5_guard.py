@@ -155,6 +155,8 @@ def touch(path: str, full: bool) -> None:
   most = MOST_PER_BYTE * os.path.getsize(path)
   with h5py.File(path, 'r') as file:
     list(file)
+    with contextlib.suppress(Exception):
+      dict(file.attrs.items())
     for name in FEATURES + COORDS:
       # Each on its own: what HDF5 reports of one must not hide another.
       with contextlib.suppress(Exception):

@@ -66,8 +66,10 @@ def read_pt(path: str | Path, *, mmap: bool = False) -> Any:
     raise FileNotFoundError(f'no .pt file at {path}')
   try:
     return _read(path, mmap)
-  except SlideFileError:
-    raise
+  except SlideFileError as error:
+    if str(path) in str(error):
+      raise
+    raise type(error)(f'{path}: {error}; save it again') from None
   except Exception as error:  # a damaged pickle may raise anything
     text = ' '.join(str(error).split())[:120]
     raise SlideFileError(
@@ -90,10 +92,13 @@ def _read(path: Path, mmap: bool) -> Any:
 
 
 class _Storage:
-  """A flat run of numbers, filled in once the pickle is read."""
+  """A flat run of numbers, filled in once the pickle is read.
 
-  def __init__(self, dtype: Any, numel: int):
-    self.dtype, self.numel = np.dtype(dtype), numel
+  No tensor over it may claim more than `limit` bytes.
+  """
+
+  def __init__(self, dtype: Any, numel: int, limit: int):
+    self.dtype, self.numel, self.limit = np.dtype(dtype), numel, limit
     self.data: np.ndarray | None = None
 
 
@@ -146,6 +151,9 @@ class _Tensor:
       raise SlideFileError(
         f'a tensor of shape {size} reaches beyond its {storage.numel} numbers'
       )
+    # A stride of zero repeats a number without end.
+    if math.prod(size) * storage.dtype.itemsize > storage.limit:
+      raise SlideFileError(f'a tensor of shape {size}, far more than the file')
     self.storage, self.offset, self.size = storage, offset, size
     self.stride = stride
 
@@ -159,8 +167,15 @@ class _Tensor:
     )
 
 
-def _rebuild_tensor(storage, offset, size, stride, *unused) -> _Tensor:
-  del unused  # requires_grad and hooks mean nothing here
+def _rebuild_tensor(
+  storage, offset, size, stride, grad=False, hooks=None, metadata=None
+) -> _Tensor:
+  del grad, hooks
+  if metadata:
+    raise SlideFileError(
+      f'a tensor with {metadata}: its numbers are to be negated or conjugated, '
+      'call resolve_neg() and resolve_conj() on it'
+    )
   return _Tensor(storage, offset, size, stride)
 
 
@@ -178,7 +193,8 @@ class _View(_Storage):
 
   def __init__(self, base: _Storage, dtype: np.dtype):
     size = base.numel * base.dtype.itemsize
-    super().__init__(dtype, size // np.dtype(dtype).itemsize)
+    numel = size // np.dtype(dtype).itemsize
+    super().__init__(dtype, numel, base.limit)
     self._base = base
 
   @property
@@ -270,6 +286,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
   ('numpy', 'dtype'): _dtype,
   ('numpy', 'ndarray'): _nothing,
 }
+for _builtins in ('__builtin__', 'builtins'):
+  _ALLOWED |= {(_builtins, kind.__name__): kind for kind in (set, frozenset)}
 for _core in ('numpy.core.multiarray', 'numpy._core.multiarray'):
   _ALLOWED[_core, 'scalar'] = _scalar
   _ALLOWED[_core, '_reconstruct'] = _new_array
@@ -306,7 +324,7 @@ def _storage_of(pid: tuple, limit: int) -> tuple[str, _Storage]:
     raise SlideFileError(f'a storage {pid!r}')
   if not 0 <= numel * dtype.itemsize <= limit:
     raise SlideFileError(f'a storage of {numel} numbers, more than the file')
-  return str(key), _Storage(dtype, numel)
+  return str(key), _Storage(dtype, numel, limit)
 
 
 class _Zip:

@@ -36,6 +36,10 @@ ENCODERS = {
 }  # fmt: skip
 
 
+# In pitches, how far off its cell a patch of an exact grid may lie.
+_EXACT = 0.05
+
+
 class SlideFileError(ValueError):
   """A file that is not what it should be; the message names it and the fix."""
 
@@ -182,9 +186,14 @@ def _checked_pitch(
   """The pitch that positions agree with, and why it was inferred, or ''."""
   points = coords.astype(np.float64)
   told = pitch is not None and math.isfinite(pitch) and pitch > 0
-  if told and fit_grid(points, pitch)[1].max() <= GRID_TOLERANCE:
+  off = lambda step: fit_grid(points, step)[1].max()
+  gap = off(pitch) if told else np.inf
+  if gap <= _EXACT:
     return float(pitch), ''  # type: ignore[arg-type]
   found = infer_pitch(points)
+  # A small slide lies roughly on many grids; jitter leaves none but the told.
+  if gap <= GRID_TOLERANCE and off(found) > _EXACT:
+    return float(pitch), ''  # type: ignore[arg-type]
   why = (
     f'its attributes say {pitch:g}, which the positions do not lie on'
     if told

@@ -16,12 +16,20 @@ from tmlib.data.slides.table import (
   Table,
   TableError,
   clean_id,
+  find_column,
   read_table,
+  whole,
 )
 
 __all__ = ['Split', 'patient_folds', 'read_splits', 'site_folds']
 
 _PARTS = ('train', 'val', 'test')
+# How others call them, in any case.
+_NAMES = {
+  'train': ('train', 'training'),
+  'val': ('val', 'valid', 'validation', 'dev'),
+  'test': ('test', 'testing'),
+}
 
 
 class Split(NamedTuple):
@@ -44,10 +52,11 @@ def read_splits(path: str | Path) -> list[Split]:
   """Reads one split file, or all of a folder.
 
   Args:
-    path: a table with columns train, val, test that hold ids and are filled up
-      with blanks; or with one row per id and true or false in these columns
-      (CLAM's `_bool`); or a folder of such tables, `splits_0.csv` and so on, of
-      which `_bool` twins and descriptors are left aside.
+    path: a table with columns train, val (or valid) and test that hold ids and
+      are filled up with blanks; or with one row per id and true or false in
+      these columns (CLAM's `_bool`); or a folder of such tables,
+      `splits_0.csv` and so on, of which `_bool` twins and descriptors are left
+      aside.
 
   Returns:
     The splits, in the order of their numbers.
@@ -74,39 +83,53 @@ def _number(path: Path) -> tuple[int, str]:
 
 
 def _split(table: Table) -> Split:
-  present = [part for part in _PARTS if part in table.columns]
-  if 'train' not in present or len(present) < 2:
+  found = {
+    part: find_column(table, '', names, '', required=False)
+    for part, names in _NAMES.items()
+  }
+  columns = {p: table.columns[c] for p, c in found.items() if c is not None}
+  if 'train' not in columns or len(columns) < 2:
     raise TableError(
       f'{table.path}: a split needs the columns train and val or test; it has '
       f'{", ".join(name for name in table.columns if name)}'
     )
-  values = {x.lower() for part in present for x in table.columns[part]}
+  values = {x.lower() for texts in columns.values() for x in texts}
   marks = {'true', 'false', '1', '0', '1.0', '0.0'}
   if values <= marks | EMPTY and values & marks:
-    parts = _from_marks(table, present)
+    parts = _from_marks(table, columns, set(found.values()))
   else:
-    parts = {
-      part: [clean_id(x) for x in table.columns[part] if x.lower() not in EMPTY]
-      for part in present
-    }
+    parts = {part: _ids(texts) for part, texts in columns.items()}
   _check(table, parts)
   return Split(
     table.path.stem, *(tuple(parts.get(part, ())) for part in _PARTS)
   )
 
 
-def _from_marks(table: Table, present: list[str]) -> dict[str, list[str]]:
-  others = [name for name in table.columns if name not in present]
-  if not others:
+def _ids(texts: list[str]) -> list[str]:
+  """Ids without blanks; 1.0 as 1 where all of a column are numbers."""
+  known = [x for x in texts if x.lower() not in EMPTY]
+  numbers = [whole(x) for x in known]
+  if all(x.isdigit() for x in numbers):
+    return numbers
+  return [clean_id(x) for x in known]
+
+
+def _from_marks(
+  table: Table, columns: dict[str, list[str]], used: set[str | None]
+) -> dict[str, list[str]]:
+  known = ('slide_id', 'case_id', 'slide', 'case', 'patient_id')
+  name = find_column(table, '', known, '', required=False)
+  others = [other for other in table.columns if other not in used]
+  if name is None and not others:
     raise TableError(f'{table.path}: holds true and false but no column of ids')
-  ids = table.columns[others[0]]
+  ids = table.columns[others[0] if name is None else name]
   return {
     part: [
-      clean_id(name)
-      for name, mark in zip(ids, table.columns[part], strict=True)
+      clean_id(one)
+      for one, mark in zip(ids, texts, strict=True)
       if mark.lower() in ('true', '1', '1.0')
     ]
-    for part in present
+    for part, texts in columns.items()
   }
 
 

@@ -6,6 +6,7 @@ Everything is text here; a reader that knows what a column means converts it.
 import csv
 import gzip
 import io
+import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ __all__ = [
   'clean_id',
   'find_column',
   'read_table',
+  'whole',
 ]
 
 # What tables write where nothing is known.
@@ -76,6 +78,8 @@ def read_table(path: str | Path) -> Table:
     raise FileNotFoundError(f'no table at {path}{near(path, _SUFFIXES)}')
   try:
     text = _text(path)
+  except TableError:
+    raise
   except (OSError, EOFError, zipfile.BadZipFile, RuntimeError) as error:
     raise TableError(f'{path}: cannot be unpacked: {error}') from error
   except UnicodeDecodeError as error:
@@ -94,9 +98,14 @@ def _text(path: Path) -> str:
   if not zipfile.is_zipfile(path):
     return path.read_bytes().decode('utf-8-sig')
   with zipfile.ZipFile(path) as archive:
+    every = archive.namelist()
+    if 'xl/workbook.xml' in every:
+      raise TableError(
+        f'{path}: an Excel workbook; save its sheet as CSV, UTF-8'
+      )
     names = [
       name
-      for name in archive.namelist()
+      for name in every
       if name.lower().endswith(('.csv', '.tsv')) and '__MACOSX' not in name
     ]
     if len(names) != 1:
@@ -111,12 +120,17 @@ def _text(path: Path) -> str:
 def _parsed(path: Path, text: str) -> Table:
   if '\0' in text:
     raise TableError(f'{path}: holds binary data, expected a text table')
-  first = text.lstrip().partition('\n')[0]
-  separator = max(',;\t', key=first.count)
+  separator, text = _separator(text)
+  # newline='' leaves line ends to the reader: \r\n, and \r of old Macs.
+  lines = io.StringIO(text, newline='')
+  reader = csv.reader(lines, delimiter=separator, strict=True)
   try:
-    rows = list(_rows(csv.reader(io.StringIO(text), delimiter=separator)))
+    rows = list(_rows(reader))
   except csv.Error as error:
-    raise TableError(f'{path}: no readable table: {error}') from None
+    raise TableError(
+      f'{path}, line {reader.line_num}: no readable table: {error}; is a quote '
+      'left open?'
+    ) from None
   if len(rows) < 2:
     raise TableError(
       f'{path}: has {len(rows)} lines, expected a header and rows'
@@ -126,7 +140,7 @@ def _parsed(path: Path, text: str) -> Table:
   if again:
     raise TableError(f'{path}: column {again[0]!r} appears twice; rename one')
   for line, row in body:
-    if len(row) > len(header):
+    if any(row[len(header) :]):
       raise TableError(
         f'{path}, line {line}: {len(row)} fields but the header has '
         f'{len(header)}; a field with {separator!r} inside needs quotes'
@@ -136,6 +150,16 @@ def _parsed(path: Path, text: str) -> Table:
     for i, name in enumerate(header)
   }
   return Table(path, columns, [line for line, _ in body])
+
+
+def _separator(text: str) -> tuple[str, str]:
+  """What separates fields, and the text without a line that says so."""
+  said = re.match(r'\s*sep=([,;\t])\r?\n', text)  # for Excel
+  if said:
+    return said[1], text[said.end() :]
+  first = re.split(r'[\r\n]', text.lstrip(), maxsplit=1)[0]
+  # Those in names of columns do not count.
+  return max(',;\t', key=re.sub('"[^"]*"', '', first).count), text
 
 
 def _rows(reader) -> Iterator[tuple[int, list[str]]]:
@@ -193,6 +217,12 @@ def _listed(table: Table) -> str:
   names = [name for name in table.columns if name]
   more = f' and {len(names) - 12} more' if len(names) > 12 else ''
   return ', '.join(names[:12]) + more
+
+
+def whole(text: str) -> str:
+  """'1.0' as '1': pandas writes integers so where a column has blanks."""
+  head, _, tail = text.partition('.')
+  return head if tail and head.isdigit() and not tail.strip('0') else text
 
 
 def clean_id(name: str) -> str:

@@ -6,6 +6,7 @@ file. MCAT, PORPOISE and SurvPath: survival_months and censorship, where
 """
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from tmlib.data.slides.table import (
   clean_id,
   find_column,
   read_table,
+  whole,
 )
 
 __all__ = ['SlideTable', 'read_labels', 'read_survival', 'read_targets']
@@ -33,6 +35,10 @@ _TIME = (
 )  # fmt: skip
 _CENSORED = ('censorship', 'censored', 'censor')
 _EVENT = ('event', 'status', 'os_status', 'dead', 'vital_status')
+# Of a table that pandas wrote and read and wrote.
+_INDEX = re.compile(r'Unnamed: \d+')
+# uncensored = 1 is an event, is_censored = 1 is none.
+_CENSOR = re.compile(r'(?<!un)(?<!not)(?<!not[ _-])censor', re.IGNORECASE)
 
 
 class SlideTable(NamedTuple):
@@ -88,7 +94,7 @@ def read_labels(
   if not label_column and 'train_label' in table.columns:
     return _transmil(table)
   column = _column(table, label_column, _LABEL, 'label_column')
-  texts = [_whole(x) for x in table.columns[column]]
+  texts = [whole(x) for x in table.columns[column]]
   kept, skipped = _complete(table, {column: texts}, incomplete)
   found = _rows(table, slide_column, case_column, kept, skipped)
   values = {'label': np.array([texts[i] for i in kept], object)}
@@ -109,7 +115,7 @@ def read_survival(
   Args:
     path: of an MCAT, PORPOISE, SurvPath, MHIM or similar table.
     time_column: such as 'survival_months_dss'; '' takes the first known name.
-    event_column: 1 = event seen, or, where its name starts with 'censor', 1 =
+    event_column: 1 = event seen, or, where its name says censor, 1 =
       censored; '' looks for the one that goes with the time.
     slide_column: column of the slide id.
     case_column: column of the patient.
@@ -165,7 +171,8 @@ def read_targets(
 
   Args:
     path: of a table with one row per slide or patient.
-    targets: columns; () takes every column of numbers that is no id.
+    targets: columns; () takes every column of numbers that is no id, no site
+      and no index.
     slide_column: column of the slide id.
     case_column: column of the patient.
     incomplete: 'error' or 'skip' rows with an empty target.
@@ -181,6 +188,7 @@ def read_targets(
   ids = {
     _column(table, slide_column, _SLIDE, 'slide_column', False),
     _column(table, case_column, _CASE, 'case_column', False),
+    _column(table, '', _SITE, 'site_column', False),
     '',
   }
   numeric = lambda texts: all(
@@ -189,7 +197,7 @@ def read_targets(
   names = list(targets) or [
     name
     for name, texts in table.columns.items()
-    if name not in ids and numeric(texts)
+    if name not in ids and not _INDEX.fullmatch(name) and numeric(texts)
   ]
   if not names:
     raise TableError(
@@ -222,7 +230,7 @@ def _transmil(table: Table) -> SlideTable:
       if text.lower() in EMPTY:
         raise TableError(f'{table.where(row)}: {name} has no {part}_label')
       slides.append(clean_id(name))
-      labels.append(_whole(text))
+      labels.append(whole(text))
   found = SlideTable(
     table.path, slides, list(slides), [''] * len(slides),
     {'label': np.array(labels, object)},
@@ -239,15 +247,18 @@ def _rows(
   site = _column(table, '', _SITE, 'site_column', False)
   if not slide and not case:
     find_column(table, '', _SLIDE, 'slide_column')
-  blank = [''] * len(table.lines)
-  slides = [clean_id(x) for x in table.columns.get(slide, blank)]
-  cases = list(table.columns.get(case, slides)) if case else slides
-  sites = table.columns.get(site, blank)
-  for column, texts in ((slide, slides), (case, cases)):
-    empty = [i for i in kept if column and not texts[i]]
+  # Never the column '', which is the index of pandas.
+  texts = lambda column: (
+    table.columns[column] if column else [''] * len(table.lines)
+  )
+  slides = [clean_id(x) for x in texts(slide)]
+  cases = list(texts(case)) if case else slides
+  sites = texts(site)
+  for column, ids in ((slide, slides), (case, cases)):
+    empty = [i for i in kept if column and not ids[i]]
     if empty:
       raise TableError(f'{table.where(empty[0])}: {column} is empty')
-  pick = lambda texts: [texts[i] for i in kept]
+  pick = lambda rows: [rows[i] for i in kept]
   left = tuple(slides[i] or cases[i] for i in skipped)
   return SlideTable(
     table.path, pick(slides), pick(cases), pick(sites), {}, skipped=left
@@ -276,7 +287,7 @@ def _complete(
         "such rows out by incomplete='skip'"
       )
     skipped.append(row)
-  kept = [i for i in range(len(table.lines)) if i not in set(skipped)]
+  kept = sorted(set(range(len(table.lines))) - set(skipped))
   if not kept:
     raise TableError(
       f'{table.path}: no row has a value in {" and ".join(texts)}'
@@ -320,12 +331,6 @@ def _one_row_each(table: SlideTable) -> SlideTable:
   )
 
 
-def _whole(text: str) -> str:
-  """'1.0' is the class '1'."""
-  head, _, tail = text.partition('.')
-  return head if tail and head.isdigit() and not tail.strip('0') else text
-
-
 def _is_number(text: str) -> bool:
   try:
     return math.isfinite(float(text))
@@ -344,9 +349,9 @@ def _numbers(table: Table, column: str, kept: list[int]) -> np.ndarray:
 
 
 _SEEN = {
-  '1': True, 'true': True, 'dead': True, 'deceased': True, '1:deceased': True,
-  '0': False, 'false': False, 'alive': False, 'living': False,
-  '0:living': False,
+  '1': True, 'true': True, 'yes': True, 'dead': True, 'deceased': True,
+  '1:deceased': True, '0': False, 'false': False, 'no': False, 'alive': False,
+  'living': False, '0:living': False,
 }  # fmt: skip
 
 
@@ -354,7 +359,7 @@ def _events(table: Table, column: str, kept: list[int]) -> np.ndarray:
   """[n] bool, turned round where the column tells who is censored."""
   found = []
   for row in kept:
-    text = _whole(table.columns[column][row]).lower()
+    text = whole(table.columns[column][row]).lower()
     if text not in _SEEN:
       raise TableError(
         f'{table.where(row)}: {column} = {table.columns[column][row]!r}, '
@@ -362,4 +367,4 @@ def _events(table: Table, column: str, kept: list[int]) -> np.ndarray:
       )
     found.append(_SEEN[text])
   events = np.array(found, bool)
-  return ~events if column.lower().startswith('censor') else events
+  return ~events if _CENSOR.search(column) else events

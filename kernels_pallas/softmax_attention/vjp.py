@@ -161,10 +161,12 @@ def _core_backward(config, implementation, residual, cotangents):
   g, of_lse = cotangents
   safe = delta = None
   if lse is not None:
-    delta = jnp.einsum(
-      'bthv,bthv->bht', g, out, preferred_element_type=lse.dtype
-    )
-    delta -= of_lse
+    # A product with ones, which is several times as fast on a CPU as sums of
+    # short rows.
+    product = g.astype(lse.dtype) * out.astype(lse.dtype)
+    ones = jnp.ones((g.shape[-1], 1), lse.dtype)
+    delta = jnp.matmul(product, ones, precision=jax.lax.Precision.HIGHEST)
+    delta = jnp.swapaxes(delta[..., 0], 1, 2) - of_lse
     # A query that sees no key has lse = -inf; its weights are exp(-inf) = 0.
     safe = jnp.where(lse == -jnp.inf, jnp.inf, lse)
   dq, dk, dv, db, dp = _backward(config, implementation, args, safe, delta, g)

@@ -8,6 +8,7 @@ share a segment is visited. The backward pass computes each tile once more from
 the logarithm of its sums.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,19 +26,44 @@ __all__ = ['backward', 'forward']
 _BLOCKS = Blocks(query=256, key=512)
 
 
+# A product runs at its full rate where the axis it sums is the last one of its
+# left side and the last but one of its right side; otherwise a tile of logits
+# is transposed in memory first. Hence operands turned, [D, s] for [s, D], and
+# gradients of keys and values that are summed turned.
+
+
 class _Queries(NamedTuple):
-  """Blocks of queries: [n, B, G, R, t, ...] and their integers."""
+  """A block of queries: [B, G, R, t, ...] and their integers.
+
+  Attributes:
+    values: [B, G, R, t, D].
+    segment: [B, 1, 1, t, 1] or None.
+    span: [B, 1, 1, t, 1] or None.
+    back: for a backward pass (q turned, [B, G, D, R, t]; g, [B, G, R, t, V]; g
+      turned; lse and delta, [B, G, R, t, 1] or None).
+  """
 
   values: jax.Array
   segment: jax.Array | None
   span: jax.Array | None
+  back: Any = None
 
 
 class _Keys(NamedTuple):
-  """Blocks of keys: [m, B, G, s, ...] and what belongs to each key."""
+  """A block of keys and what belongs to each key.
 
-  k: jax.Array
-  v: jax.Array
+  Attributes:
+    turned: k, [B, G, D, s].
+    values: v, [B, G, s, V]; turned, [B, G, V, s], for a backward pass.
+    plain: k, [B, G, s, D], for a backward pass.
+    bias: [B, 1, 1, 1, s] or None.
+    segment: [B, 1, 1, 1, s] or None.
+    span: [B, 1, 1, 1, s] or None.
+  """
+
+  turned: jax.Array
+  values: jax.Array
+  plain: Any
   bias: jax.Array | None
   segment: jax.Array | None
   span: jax.Array | None
@@ -105,47 +131,91 @@ def _within(bounds: tuple[Any, Any], blocks: Any, index: Any) -> Any:
   )
 
 
-def _cut(x: jax.Array, block: int, count: int, fill: float = 0) -> jax.Array:
-  """[B, N, ...] -> [count, B, block, ...], padded with `fill`."""
-  pad = block * count - x.shape[1]
-  if pad:
-    pads = ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2)
-    x = jnp.pad(x, pads, constant_values=fill)
-  x = x.reshape(x.shape[0], count, block, *x.shape[2:])
-  return jnp.moveaxis(x, 1, 0)
+def _slice(x: jax.Array, index: Any, block: int, axis: int = 1) -> jax.Array:
+  return jax.lax.dynamic_slice_in_dim(x, index * block, block, axis)
 
 
-def _cut_heads(
-  x: jax.Array, plan: _Plan, groups: int, fill: float = 0
-) -> jax.Array:
-  """[B, T, H, ...] -> [n, B, G, R, t, ...]."""
-  x = _cut(x, plan.t, plan.n, fill)
-  x = x.reshape(*x.shape[:3], groups, -1, *x.shape[4:])
-  return jnp.moveaxis(x, 2, 4)
+def _split(x: jax.Array, groups: int) -> jax.Array:
+  """[B, t, H, ...] -> [B, G, R, t, ...]."""
+  x = x.reshape(*x.shape[:2], groups, -1, *x.shape[3:])
+  return jnp.moveaxis(x, 1, 3)
 
 
-def _join_heads(x: jax.Array, plan: _Plan) -> jax.Array:
-  """[n, B, G, R, t, ...] -> [B, T, H, ...]."""
-  x = jnp.moveaxis(x, (0, 4), (1, 2))
-  x = x.reshape(x.shape[0], plan.n * plan.t, -1, *x.shape[5:])
-  return x[:, : plan.queries]
+def _each(
+  function: Callable[[Any], Any], count: int, again: bool
+) -> Callable[[Any], Any]:
+  """`function` of an index below `count`; made ready if it is asked `again`."""
+  if not again:
+    return function
+  blocks = jax.lax.map(function, jnp.arange(count))
+  take = lambda x, i: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+  return lambda i: jax.tree.map(lambda x: take(x, i), blocks)
 
 
-def _queries(q: jax.Array, rows: Rows, plan: _Plan, groups: int) -> _Queries:
-  cut = lambda x: _cut(x, plan.t, plan.n)
-  frame = lambda x: None if x is None else cut(x)[:, :, None, None, :, None]
-  values = _cut_heads(q, plan, groups)
-  return _Queries(values, frame(rows.query_segment), frame(rows.query_span))
+def _queries(
+  q: jax.Array, rows: Rows, plan: _Plan, groups: int, back: Any = None
+) -> Callable[[Any], _Queries]:
+  """The i-th block; `back` holds g, lse and delta."""
+  size = plan.n * plan.t
+  # Queries of padding are cut off, or weigh nothing: their lse is infinite.
+  pad = lambda tree, axis=1, fill=0.0: jax.tree.map(
+    lambda x: pad_axis(x, axis, size, fill), tree
+  )
+  wide = pad((q, rows.query_segment, rows.query_span))
+  if back is not None:
+    back = pad(back[0]), pad(back[1], 2, jnp.inf), pad(back[2], 2)
+
+  def block(i):
+    cut = lambda tree, axis=1: jax.tree.map(
+      lambda x: _slice(x, i, plan.t, axis), tree
+    )
+    mine, *integers = cut(wide)
+    mine = _split(mine, groups)
+    frames = jax.tree.map(lambda x: x[:, None, None, :, None], integers)
+    if back is None:
+      return _Queries(mine, *frames)
+    g = _split(cut(back[0]), groups)
+    columns = jax.tree.map(
+      lambda x: split_heads(x, groups)[..., None], cut(back[1:], 2)
+    )
+    turned = lambda x: jnp.moveaxis(x, 4, 2)
+    return _Queries(mine, *frames, back=(turned(mine), g, turned(g), *columns))
+
+  return block
 
 
 def _keys(
-  k: jax.Array, v: jax.Array, bias: jax.Array | None, rows: Rows, plan: _Plan
-) -> _Keys:
-  cut = lambda x: _cut(x, plan.s, plan.m)
-  frame = lambda x: None if x is None else cut(x)[:, :, None, None, None]
-  heads = lambda x: jnp.moveaxis(cut(x), 2, 3)
-  segment, span = frame(rows.key_segment), frame(rows.key_span)
-  return _Keys(heads(k), heads(v), frame(bias), segment, span)
+  k: jax.Array,
+  v: jax.Array,
+  bias: jax.Array | None,
+  rows: Rows,
+  plan: _Plan,
+  back: bool,
+) -> Callable[[Any], _Keys]:
+  """The j-th block."""
+  whole = jax.tree.map(
+    lambda x: pad_axis(x, 1, plan.m * plan.s),
+    (k, v, bias, rows.key_segment, rows.key_span),
+  )
+
+  def block(j):
+    k, v, *others = jax.tree.map(lambda x: _slice(x, j, plan.s), whole)
+    plain = lambda x: jnp.moveaxis(x, 1, 2)
+    turned = lambda x: jnp.moveaxis(x, 1, 3)
+    return _Keys(
+      turned(k),
+      turned(v) if back else plain(v),
+      plain(k) if back else None,
+      *jax.tree.map(lambda x: x[:, None, None, None], others),
+    )
+
+  return block
+
+
+def _join(x: jax.Array, size: int) -> jax.Array:
+  """[count, B, block, ...] -> [B, size, ...]."""
+  x = jnp.moveaxis(x, 0, 1)
+  return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :size]
 
 
 def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -168,7 +238,7 @@ def _logits(
   j: jax.Array,
 ) -> tuple[jax.Array, jax.Array | None]:
   """[B, G, R, t, s], and which of them are seen."""
-  x = _dot('bgrtd,bgsd->bgrts', q.values, k.k) * plan.config.scale
+  x = _dot('bgrtd,bgds->bgrts', q.values, k.turned) * plan.config.scale
   if k.bias is not None:
     x += k.bias.astype(x.dtype)
   column = jnp.arange(plan.t)[None, None, None, :, None] + i * plan.t
@@ -229,13 +299,17 @@ def forward(
   plan = _plan(config, rows, q.shape[1], k.shape[1])
   if table is not None:
     k = tiles.rotate(k, table[:, :, None])
-  keys = _keys(k, v, bias, rows, plan)
+  key_block = _each(
+    _keys(k, v, bias, rows, plan, back=False), plan.m, again=plan.n > 1
+  )
+  query_block = _queries(q, rows, plan, groups)
   pairs = _pad_pairs(pairs, plan, groups)
   wide = jnp.promote_types(q.dtype, jnp.float32)
   silu_weights = config.weights == 'silu'
   meeting = _segment_blocks(rows, plan, True)
 
-  def block(i, queries):
+  def block(i):
+    queries = query_block(i)
     first = i * plan.t
     bounds = tiles.key_blocks(
       config,
@@ -248,14 +322,14 @@ def forward(
 
     def add(j, carry):
       peak, total, out = carry
-      tile = _pick(keys, j)
+      tile = key_block(j)
       x, seen = _logits(plan, queries, tile, pairs, i, j)
       if silu_weights:
         weights, decay = silu(tiles.hide(x, seen, 0.0))[0], 1.0
       else:
         x = tiles.hide(x, seen, -jnp.inf)
         weights, decay, peak, total = softmax_step(x, peak, total, -1, jnp.exp)
-      out = out * decay + _dot('bgrts,bgsv->bgrtv', weights, tile.v)
+      out = out * decay + _dot('bgrts,bgsv->bgrtv', weights, tile.values)
       return peak, total, out
 
     shape = queries.values.shape[:-1]
@@ -264,20 +338,25 @@ def forward(
       jnp.zeros((*shape, 1), wide),
       jnp.zeros((*shape, v.shape[-1]), wide),
     )
+    # [B, G, R, t, ...] -> [B, t, H, ...] while it is in the cache.
+    join = lambda x: jnp.moveaxis(x, 3, 1).reshape(
+      x.shape[0], plan.t, -1, *x.shape[4:]
+    )
     peak, total, out = jax.lax.fori_loop(low, high, add, start)
     if silu_weights:
-      return out.astype(tiles.out_dtype(v, bias)), None
+      return join(out.astype(tiles.out_dtype(v, bias))), None
     seen = total > 0
     total = jnp.where(seen, total, 1.0)
     lse = jnp.where(seen, peak + jnp.log(total), -jnp.inf)
-    return (out / total).astype(tiles.out_dtype(v, bias)), lse[..., 0]
+    out = (out / total).astype(tiles.out_dtype(v, bias))
+    return join(out), join(lse[..., 0])
 
-  out, lse = jax.lax.map(
-    lambda x: block(*x), (jnp.arange(plan.n), _queries(q, rows, plan, groups))
-  )
-  if lse is not None:
-    lse = jnp.swapaxes(_join_heads(lse, plan), 1, 2)
-  return _join_heads(out, plan), lse
+  if plan.n == 1:  # a loop of one step would copy what it reads
+    found = jax.tree.map(lambda x: x[None], block(0))
+  else:
+    found = jax.lax.map(block, jnp.arange(plan.n))
+  out, lse = jax.tree.map(lambda x: _join(x, plan.queries), found)
+  return out, None if lse is None else jnp.swapaxes(lse, 1, 2)
 
 
 def backward(
@@ -316,26 +395,17 @@ def backward(
   groups = k.shape[2]
   plan = _plan(config, rows, q.shape[1], k.shape[1])
   rotated = k if table is None else tiles.rotate(k, table[:, :, None])
-  keys = _keys(rotated, v, bias, rows, plan)
-  queries = _queries(q, rows, plan, groups)
-  # [B, H, T] -> [n, B, G, R, t, 1]; a query of padding has no weights.
-  column = lambda x, fill: (
-    None
-    if x is None
-    else _cut_heads(jnp.swapaxes(x, 1, 2), plan, groups, fill)[..., None]
-  )
-  per_query = (
-    queries,
-    column(lse, jnp.inf),
-    column(delta, 0.0),
-    _cut_heads(g, plan, groups),
+  key_block = _keys(rotated, v, bias, rows, plan, back=True)
+  query_block = _each(
+    _queries(q, rows, plan, groups, (g, lse, delta)), plan.n, again=plan.m > 1
   )
   wide = jnp.promote_types(q.dtype, jnp.float32)
   padded = _pad_pairs(pairs, plan, groups)
   meeting = _segment_blocks(rows, plan, False)
 
-  def block(carry, item):
-    (dq, dp), (j, tile) = carry, item
+  def block(carry, j):
+    dq, dp = carry
+    tile = key_block(j)
     bounds = tiles.query_blocks(
       config,
       (j * plan.s, (j + 1) * plan.s - 1),
@@ -347,52 +417,53 @@ def backward(
 
     def add(i, carry):
       dq, dp, dk, dv, db = carry
-      mine, lse, delta, g = _pick(per_query, i)
+      mine = query_block(i)
+      q_turned, g, g_turned, lse, delta = mine.back
       x, seen = _logits(plan, mine, tile, padded, i, j)
-      inner = _dot('bgrtv,bgsv->bgrts', g, tile.v)
+      inner = _dot('bgrtv,bgvs->bgrts', g, tile.values)
       weights, slope = tiles.slopes(
         config.weights, x, seen, lse, delta, inner, jnp.exp
       )
-      dv += _dot('bgrts,bgrtv->bgsv', weights, g)
+      dv += _dot('bgvrt,bgrts->bgvs', g_turned, weights.astype(g.dtype))
       if dp is not None:
         dp = _add_tile(dp, slope, i, j)
       if bias is not None:
         db += slope.sum((2, 3))
       slope = slope * config.scale
-      dk += _dot('bgrts,bgrtd->bgsd', slope, mine.values)
+      dk += _dot('bgdrt,bgrts->bgds', q_turned, slope.astype(q.dtype))
       old = jax.lax.dynamic_index_in_dim(dq, i, 0, keepdims=False)
-      new = old + _dot('bgrts,bgsd->bgrtd', slope, tile.k)
+      new = old + _dot('bgrts,bgsd->bgrtd', slope, tile.plain)
       dq = jax.lax.dynamic_update_index_in_dim(dq, new, i, 0)
       return dq, dp, dk, dv, db
 
     start = (
       dq,
       dp,
-      jnp.zeros(tile.k.shape, wide),
-      jnp.zeros(tile.v.shape, wide),
-      None if bias is None else jnp.zeros(tile.k.shape[:-1], wide),
+      jnp.zeros(tile.turned.shape, wide),
+      jnp.zeros(tile.values.shape, wide),
+      None if bias is None else jnp.zeros(tile.plain.shape[:-1], wide),
     )
     dq, dp, dk, dv, db = jax.lax.fori_loop(low, high, add, start)
-    return (dq, dp), (dk.astype(k.dtype), dv.astype(v.dtype), db)
+    # [B, G, D, s] -> [B, s, G, D]
+    join = lambda x, dtype: jnp.moveaxis(x.astype(dtype), 3, 1)
+    db = None if db is None else jnp.moveaxis(db, 2, 1)
+    return (dq, dp), (join(dk, k.dtype), join(dv, v.dtype), db)
 
-  dq = jnp.zeros(queries.values.shape, wide)
+  heads = q.shape[0], groups, q.shape[2] // groups
+  dq = jnp.zeros((plan.n, *heads, plan.t, q.shape[3]), wide)
   dp = None if padded is None else jnp.zeros(padded.shape, wide)
-  (dq, dp), (dk, dv, db) = jax.lax.scan(
-    block, (dq, dp), (jnp.arange(plan.m), keys)
-  )
+  if plan.m == 1:
+    (dq, dp), found = block((dq, dp), 0)
+    found = jax.tree.map(lambda x: x[None], found)
+  else:
+    (dq, dp), found = jax.lax.scan(block, (dq, dp), jnp.arange(plan.m))
+  dk, dv, db = jax.tree.map(lambda x: _join(x, plan.keys), found)
   if pairs is not None and dp is not None:
     dp = dp.reshape(*pairs.shape[:2], *dp.shape[3:])
     dp = dp[:, :, : plan.queries, : plan.keys]
-  # [m, B, G, s, ...] -> [B, S, G, ...]
-  join = lambda x: _join(jnp.moveaxis(x, 3, 2), k.shape[1])
-  dk = join(dk)
   if table is not None:
     dk = tiles.rotate(dk, table[:, :, None], back=True)
-  db = None if db is None else jnp.swapaxes(join(db), 1, 2)
-  return _join_heads(dq, plan).astype(q.dtype), dk, join(dv), db, dp
-
-
-def _join(x: jax.Array, size: int) -> jax.Array:
-  """[count, B, block, ...] -> [B, size, ...]."""
-  x = jnp.moveaxis(x, 0, 1)
-  return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :size]
+  db = None if db is None else jnp.swapaxes(db, 1, 2)
+  # [n, B, G, R, t, D] -> [B, T, H, D]
+  dq = jnp.moveaxis(dq, 4, 2).reshape(plan.n, q.shape[0], plan.t, *q.shape[2:])
+  return _join(dq, plan.queries).astype(q.dtype), dk, dv, db, dp

@@ -156,6 +156,7 @@ def test_predicting_what_does_not_fit_is_named(trained, tmp_path):
     ('survival_nll', 'clam_sb', ['C-index', 'Log-rank', 'c_index_ipcw']),
     ('survival_nll', 'dsmil', ['C-index', 'Log-rank']),
     ('survival_cox', 'tmevolve', ['C-index', 'Log-rank']),
+    ('survival_cox', 'dtfd', ['C-index', 'Log-rank']),
     ('expression', 'gated_abmil', ['pearson', 'constant_genes']),
   ],
 )

@@ -101,11 +101,38 @@ def test_cox_refuses_microbatches():
     cox_method(network(1), optax.sgd(0.1), microbatches=2)(None)
 
 
-def test_cox_refuses_losses_of_parts():
-  model = create_model('dsmil', in_dim=4, num_classes=1)
-  build = cox_method(model, optax.sgd(0.1), aux_weights={'max_instance': 0.5})
-  with pytest.raises(ValueError, match='use task=survival_nll|reports'):
-    build(None).init(jax.random.key(0), batch_of())
+class Parts(nn.Module):
+  """The sum of a bag as its risk, and two parts of it; some bags have one."""
+
+  @nn.compact
+  def __call__(self, bag, train=False, dropout_keys=None):
+    del train, dropout_keys
+    scale = self.param('scale', nn.initializers.constant(0.7), ())
+    features = jnp.where(bag.mask[..., None], bag.features, 0) * scale
+    risk = features.sum((1, 2))[:, None]
+    parts = features[:, :, :2].sum(1)[..., None]
+    second = (jnp.sum(bag.mask, 1) > 2).astype(jnp.float32)
+    share = jnp.stack([1 - second / 2, second / 2], 1)
+    return MILOutput(
+      risk, features[..., 0], risk, {}, {}, {'t': (parts, share)}
+    )
+
+
+def test_cox_of_parts_compares_them_among_themselves():
+  batch = batch_of()
+  build = cox_method(Parts(), optax.sgd(0.0), aux_weights={'t': 0.5})
+  method, state = started(build, batch)
+  _, metrics = jax.jit(method.update)(state, batch)
+  bag = batch['bag']
+  x = 0.7 * np.where(bag.mask[..., None], bag.features, 0).astype(np.float64)
+  some = bag.mask.sum(1) > 2
+  first = brute_cox(x[..., 0].sum(1), TIME, EVENT)
+  second = brute_cox(x[some, :, 1].sum(1), TIME[some], EVENT[some])
+  want = brute_cox(x.sum((1, 2)), TIME, EVENT) + 0.5 * (first + second) / 2
+  assert 0 < EVENT[some].sum() < EVENT.sum()
+  assert abs(metrics['loss'] - want) < 1e-5
+  assert abs(metrics['aux/t'] - (first + second) / 2) < 1e-5
+  assert metrics['grad_norm'] > 1e-3
 
 
 @pytest.mark.parametrize('parallel', ['jit', 'pmap'])

@@ -216,6 +216,33 @@ def test_errors():
     init(create_model('abmil', in_dim=7, num_classes=2))
 
 
+@pytest.mark.parametrize(
+  ('name', 'options', 'match'),
+  [
+    ('abmil', {'hidden': 0}, 'hidden=0 must be an integer >= 1'),
+    ('abmil', {'hidden': 8.0}, r'hidden=8\.0 must be an integer'),
+    ('abmil', {'slide': -1}, 'slide=-1 must be an integer >= 0'),
+    ('abmil', {'dropout': 1.0}, r'dropout=1\.0 must be in \[0, 1\)'),
+    ('abmil', {'dropout': 'none'}, "dropout='none' must be a number"),
+    ('abmil', {'gated': 1}, 'gated=1 must be True or False'),
+    ('abmil', {'dtype': 'float99'}, "dtype='float99' must be a floating"),
+    ('abmil', {'dtype': 'int8'}, "dtype='int8' must be a floating"),
+    ('clam_sb', {'instances': 0}, 'instances=0 must be'),
+    ('transmil', {'heads': 0}, 'heads=0 must be'),
+    ('transmil', {'layout': 3}, "layout=3 must be a name, such as 'order'"),
+    ('patch_gcn', {'layers': 0}, 'layers=0 must be'),
+    ('patch_gcn', {'layer_dropout': -0.1}, r'layer_dropout=-0\.1 must be in'),
+    ('tmevolve', {'hidden': 0}, 'hidden=0 must be'),
+    ('tmevolve', {'dropout': 1.0}, r'dropout=1\.0 must'),
+  ],
+)
+def test_values_that_no_layer_takes(name, options, match):
+  with pytest.raises(ValueError, match=match):
+    create_model(name, num_classes=2, **options)
+  if name == 'abmil':
+    create_model(name, num_classes=2, dtype='bfloat16', hidden=np.int32(8))
+
+
 @pytest.mark.parametrize('name', sorted(set(MODELS) - {'tmevolve'}))
 def test_only_a_batch_of_bags_is_taken(name):
   model = small(name)

@@ -54,6 +54,7 @@ def run(model, params, x, coords=None):
 
 
 CASES = {
+  'amil': {},
   'clam_sb': {'instances': 3},
   'clam_mb': {'instances': 3},
   'dsmil': {},
@@ -62,6 +63,7 @@ CASES = {
   'patch_gcn': {},
   'wikg': {'neighbours': 4, 'paper_code_compat': False},
 }
+NAMES = {'amil': 'gated_abmil', 'dsmil_old': 'dsmil'}
 CLOSE: Any = {'rtol': 1e-5, 'atol': 1e-5}
 
 
@@ -69,7 +71,7 @@ CLOSE: Any = {'rtol': 1e-5, 'atol': 1e-5}
 def test_tiny_models_equal_torch(name):
   weights, found = tiny(name)
   model = from_torch(weights)
-  assert model.name == name.removesuffix('_old')
+  assert model.name == NAMES.get(name, name)
   net = create_model(model.name, **(model.options | CASES[name]))
   output, n = run(net, model.params, found['x'], found.get('coords'))
   np.testing.assert_allclose(output.logits, found['logits'], **CLOSE)
@@ -174,6 +176,59 @@ def test_prefixes_and_stray_keys():
   # CHIEF keeps the scorer and the classifier only.
   bare = {k: v for k, v in weights.items() if 'instance' not in k}
   assert from_torch(bare).name == 'gated_abmil'
+
+
+@pytest.mark.parametrize(
+  'prefix', ['model_state_dict.', 'net.model.', 'state_dict.aggregator.module.']
+)
+@pytest.mark.parametrize('name', sorted(set(CASES) | {'dtfd'}))
+def test_whatever_stands_before_the_names(name, prefix):
+  weights, _ = tiny(name)
+  want = from_torch(weights)
+  wrapped = {f'{prefix}{key}': value for key, value in weights.items()}
+  found = from_torch(wrapped | {'epoch': 3, 'optimizer': {'state': {0: 1.0}}})
+  assert (found.name, found.options) == (want.name, want.options)
+  jax.tree.map(np.testing.assert_array_equal, found.params, want.params)
+  assert {'epoch', 'optimizer.state.0'} <= set(found.ignored)
+
+
+@pytest.mark.parametrize('gated', [True, False])
+def test_the_abmil_of_mil_lab(gated):
+  weights, _ = tiny('amil')
+  want = from_torch(weights)
+  scorer = 'attention_net.3.attention_'
+  named = {'attention_net.0': 'patch_embed.0', 'classifier': 'classifier'}
+  named |= {
+    f'{scorer}{a}': f'global_attn.attention_{a}' for a in ('a.0', 'b.0', 'c')
+  }
+  if not gated:
+    del named[f'{scorer}b.0']
+    named[f'{scorer}a.0'] = 'global_attn.module.0'
+    named[f'{scorer}c'] = 'global_attn.module.3'
+  state = {
+    f'model.{there}.{part}': weights[f'{here}.{part}']
+    for here, there in named.items()
+    for part in ('weight', 'bias')
+  }
+  model = from_torch(state)
+  assert model.name == ('gated_abmil' if gated else 'abmil')
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    model.params['attention'],
+    {k: want.params['attention'][k] for k in ('v', 'u', 'w')[:: 2 - gated]},
+  )
+  assert model.options == {
+    'in_dim': 6, 'num_classes': 3, 'hidden': 5, 'attention': 4,
+  }  # fmt: skip
+  state['model.patch_embed.3.weight'] = state['model.patch_embed.0.weight']
+  with pytest.raises(ValueError, match='by 2 layers'):
+    from_torch(state)
+
+
+def test_models_fused_with_other_data_are_refused():
+  weights, _ = tiny('amil')
+  with pytest.raises(ValueError, match='molecular profiles'):
+    from_torch(weights | {'fc_omic.0.0.weight': np.ones((2, 2))})
 
 
 def test_scorers_without_a_gate():

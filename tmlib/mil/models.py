@@ -15,6 +15,7 @@ from flax import linen as nn
 from tmlib.mil import pooling, soft_pooling
 from tmlib.mil.attention import AttentionScores
 from tmlib.mil.bag import Bag
+from tmlib.mil.dropout import bag_dropout
 from tmlib.mil.embedding import embed, row_keys
 from tmlib.mil.layers import wide
 from tmlib.mil.output import MILOutput
@@ -28,7 +29,8 @@ class ABMIL(nn.Module):
   r"""Attention-based multiple-instance learning.
 
   a = softmax_i(e_i), z = sum_i a_i h_i, with plain or gated scores e. An empty
-  bag has z = 0, so its logits are the bias of the last layer.
+  bag has z = 0, so its logits are the bias of the last layer. With `slide`
+  units there is a layer z <- dropout(relu(W_s z + b_s)) before it.
 
   Attributes:
     num_classes: C.
@@ -36,7 +38,9 @@ class ABMIL(nn.Module):
     hidden: D.
     attention: units of the attention scorer.
     gated: gated scores.
-    dropout: rate after the embedding, in [0, 1).
+    slide: units of a layer after pooling, or 0, as the public survival models
+      have it (AMIL).
+    dropout: rate after the embedding and that layer, in [0, 1).
     dtype: computation dtype; parameters stay float32. Attention and logits
       are computed in float32.
 
@@ -50,6 +54,7 @@ class ABMIL(nn.Module):
   hidden: int = 128
   attention: int = 64
   gated: bool = True
+  slide: int = 0
   dropout: float = 0.25
   dtype: jnp.dtype | None = None
 
@@ -80,6 +85,9 @@ class ABMIL(nn.Module):
       bag.segment_ids,
       bag.num_segments,
     )
+    if self.slide:
+      pooled = nn.relu(nn.Dense(self.slide, name='slide')(pooled))
+      pooled = bag_dropout(pooled, self.dropout, keys, 101)
     logits = nn.Dense(self.num_classes, name='head')(pooled)
     return MILOutput(logits, attention, pooled)
 

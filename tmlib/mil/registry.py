@@ -8,9 +8,12 @@ being imported here.
 import dataclasses
 import difflib
 import importlib
+import numbers
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 __all__ = ['MODELS', 'ModelSpec', 'create_model', 'model_options']
@@ -108,7 +111,7 @@ def create_model(
 
   Raises:
     ValueError: an unknown name, a size out of range, an option that the model
-      does not have.
+      does not have, or one with a value of another type or out of range.
   """
   spec = _find(name)
   for label, size in (('in_dim', in_dim), ('num_classes', num_classes)):
@@ -127,6 +130,8 @@ def create_model(
       f'model {name!r} has no option {unknown[0]!r}'
       f'{_guess(unknown[0], known)} Options: {", ".join(sorted(known))}'
     )
+  if spec.module.startswith('tmlib.mil.'):  # others check their own
+    _check_values(cls, options)
   # TMEvolve calls C `num_outputs`, and compares P with its parameters.
   outputs = 'num_classes' if 'num_classes' in known else 'num_outputs'
   sizes = {outputs: num_classes, 'in_dim': in_dim}
@@ -158,6 +163,47 @@ def _find(name: str) -> ModelSpec:
       f'{", ".join(sorted(MODELS))}'
     )
   return MODELS[name]
+
+
+def _check_values(cls: Any, options: Mapping[str, Any]) -> None:
+  """Refuses values that would fail, or mean nothing, deep in a layer."""
+  for field in dataclasses.fields(cls):
+    if field.name not in options:
+      continue
+    name, usual = field.name, field.default
+    value: Any = options[name]
+    wrong = f'{name}={value!r}'
+    if isinstance(usual, bool):
+      if not isinstance(value, bool | np.bool_):
+        raise ValueError(f'{wrong} must be True or False')
+    elif isinstance(usual, int):
+      # A size that may be absent is 0 then, and usually; so may a seed be.
+      least = min(usual, 1)
+      if not _is(value, numbers.Integral) or value < least:
+        raise ValueError(f'{wrong} must be an integer >= {least}')
+    elif isinstance(usual, float) and not _is(value, numbers.Real):
+      raise ValueError(f'{wrong} must be a number')
+    elif isinstance(usual, str) and not isinstance(value, str):
+      raise ValueError(f'{wrong} must be a name, such as {usual!r}')
+    if name.endswith('dropout') and not 0 <= value < 1:
+      raise ValueError(f'{wrong} must be in [0, 1)')
+    if name == 'dtype' and value is not None:
+      _check_dtype(value)
+
+
+def _is(value: Any, kind: type) -> bool:
+  return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _check_dtype(value: Any) -> None:
+  try:
+    if jnp.issubdtype(jnp.dtype(value), jnp.floating):
+      return
+  except TypeError:
+    pass
+  raise ValueError(
+    f'dtype={value!r} must be a floating dtype, such as bfloat16'
+  )
 
 
 def _guess(name: str, known: Any) -> str:

@@ -34,8 +34,8 @@ class TorchModel(NamedTuple):
 class _Keys:
   """A state dictionary that knows what was asked of it."""
 
-  def __init__(self, state: Mapping[str, Any]):
-    self.arrays = dict(_flat(state))
+  def __init__(self, arrays: Mapping[str, Any]):
+    self.arrays = dict(arrays)
     self.read: set[str] = set()
 
   def __contains__(self, key: str) -> bool:
@@ -90,15 +90,27 @@ def _flat(state: Mapping[str, Any], prefix: str = ''):
       yield name.replace('.module.', '.'), value
 
 
+def _below(arrays: Mapping[str, Any], mark: str) -> dict[str, Any] | None:
+  """Keys less whatever stands before `mark`, or None where no key ends so."""
+  ends = [k for k in arrays if k == mark or k.endswith(f'.{mark}')]
+  if not ends:
+    return None
+  prefix = min(ends, key=len).removesuffix(mark)
+  return {k.removeprefix(prefix): value for k, value in arrays.items()}
+
+
 def from_torch(state: Mapping[str, Any]) -> TorchModel:
   """Recognises a published model by its keys and converts its weights.
 
   Known: CLAM-SB and CLAM-MB (old and new prefixes, gated or not) and models of
-  the same layers without instance classifiers (ABMIL, CHIEF); DSMIL (one query
+  the same layers without instance classifiers (ABMIL, CHIEF, and AMIL of
+  Patch-GCN and MCAT, with a layer more); the ABMIL of MIL-Lab; DSMIL (one query
   layer or two); DTFD; TransMIL; Patch-GCN; WiKG.
 
   Args:
     state: name -> array [...], possibly nested; values that `np.asarray` takes.
+      Whatever stands before a model's own names (model_state_dict., net.) is
+      taken off.
 
   Returns:
     TorchModel.
@@ -106,13 +118,15 @@ def from_torch(state: Mapping[str, Any]) -> TorchModel:
   Raises:
     ValueError: a dictionary of none of these models, or one that lacks a key.
   """
-  keys = _Keys(state)
+  every = dict(_flat(state))
   for mark, convert in _FAMILIES.items():
-    if keys.find(mark):
+    arrays = _below(every, mark)
+    if arrays is not None:
+      keys = _Keys(arrays)
       name, options, params = convert(keys)
       ignored = sorted(set(keys.arrays) - keys.read)
       return TorchModel(name, options, params, tuple(ignored))
-  shown = ', '.join(sorted(keys.arrays)[:8]) or 'nothing'
+  shown = ', '.join(sorted(every)[:8]) or 'nothing'
   raise ValueError(
     f'no known model has these keys: {shown}; known are CLAM, ABMIL, DSMIL, '
     'DTFD, TransMIL, Patch-GCN and WiKG'
@@ -120,6 +134,11 @@ def from_torch(state: Mapping[str, Any]) -> TorchModel:
 
 
 def _clam(keys: _Keys):
+  if keys.find(r'(fc_omic|mm)\..*'):
+    raise ValueError(
+      'the checkpoint fuses slides with molecular profiles (fc_omic, mm); only '
+      'models of slides alone can be read'
+    )
   embed = keys.dense('attention_net.0')
   at = keys.find(r'attention_net\.(\d+)\.attention_c\.weight')
   gated = bool(at)
@@ -141,15 +160,14 @@ def _clam(keys: _Keys):
     params['head_bias'] = np.concatenate([head['bias'] for head in heads])
     classes = len(many)
   else:
-    params['head'] = keys.dense('classifiers')
+    one = 'classifier' if 'classifier.weight' in keys else 'classifiers'
+    params['head'] = keys.dense(one)
     classes = len(params['head']['bias'])
-  options = {
-    'in_dim': embed['kernel'].shape[0],
-    'num_classes': classes,
-    'hidden': embed['kernel'].shape[1],
-    'attention': scorer['v']['kernel'].shape[1],
-    'gated': gated,
-  }
+  options = _sizes(embed, classes, scorer)
+  options['gated'] = gated
+  if 'rho.0.weight' in keys:
+    params['slide'] = keys.dense('rho.0')
+    options['slide'] = len(params['slide']['bias'])
   instance = keys.find(r'instance_classifiers\.(\d+)\.weight')
   if not instance and not many:
     return 'gated_abmil' if gated else 'abmil', options, params
@@ -162,6 +180,42 @@ def _clam(keys: _Keys):
   params['instance'] = np.stack([part['kernel'] for part in parts])
   params['instance_bias'] = np.stack([part['bias'] for part in parts])
   return 'clam_mb' if many else 'clam_sb', options, params
+
+
+def _sizes(embed, classes: int, scorer) -> dict[str, Any]:
+  return {
+    'in_dim': embed['kernel'].shape[0],
+    'num_classes': classes,
+    'hidden': embed['kernel'].shape[1],
+    'attention': scorer['v']['kernel'].shape[1],
+  }
+
+
+def _mil_lab(keys: _Keys):
+  layers = keys.find(r'patch_embed\.(\d+)\.weight')
+  if len(layers) > 1:
+    raise ValueError(
+      f'the checkpoint embeds patches by {len(layers)} layers; only models '
+      'with one (num_fc_layers=1) can be read'
+    )
+  embed = keys.dense('patch_embed.0')
+  gated = 'global_attn.attention_c.weight' in keys
+  if gated:
+    names = ('attention_a.0', 'attention_b.0', 'attention_c')
+    scorer = keys.gated('global_attn', *names)
+  else:
+    first, last = keys.find(r'global_attn\.(\d+)\.weight')
+    scorer = {
+      'v': keys.dense(f'global_attn.{first}'),
+      'w': keys.dense(f'global_attn.{last}', bias=False),
+    }
+  heads = scorer['w']['kernel'].shape[1]
+  if heads > 1:
+    raise ValueError(f'the checkpoint has {heads} heads; ABMIL has one')
+  head = keys.dense('classifier')
+  params = {'embed': embed, 'attention': scorer, 'head': head}
+  options = _sizes(embed, len(head['bias']), scorer)
+  return 'gated_abmil' if gated else 'abmil', options, params
 
 
 def _dsmil(keys: _Keys):
@@ -325,10 +379,11 @@ def _wikg(keys: _Keys):
 
 # A key that only this family has -> its conversion.
 _FAMILIES: dict[str, Callable[[_Keys], tuple[str, dict, dict]]] = {
-  r'(b_classifier\.fcc\.weight)': _dsmil,
-  r'(dim_reduction\.fc1\.weight)': _dtfd,
-  r'(layer1\.attn\.to_qkv\.weight)': _transmil,
-  r'(path_attention_head\.attention_c\.weight)': _patch_gcn,
-  r'(W_head\.weight)': _wikg,
-  r'(attention_net\.0\.weight)': _clam,
+  'b_classifier.fcc.weight': _dsmil,
+  'dim_reduction.fc1.weight': _dtfd,
+  'layer1.attn.to_qkv.weight': _transmil,
+  'path_attention_head.attention_c.weight': _patch_gcn,
+  'W_head.weight': _wikg,
+  'patch_embed.0.weight': _mil_lab,
+  'attention_net.0.weight': _clam,
 }

@@ -92,7 +92,10 @@ def cox_method(
     model: with one logit, the log-risk.
     optimizer: Optax transformation.
     ties: 'efron' or 'breslow'.
-    aux_weights: lambda of auxiliary losses, as a mean over patients.
+    aux_weights: lambda of auxiliary losses, as a mean over patients; where one
+      applies the task's loss to other logits of a bag (the parts of DTFD, the
+      best instance of DSMIL), it is a partial likelihood of its own for each
+      set of them, a mean over the sets.
     **options: of `bag_method`.
 
   Returns:
@@ -107,29 +110,44 @@ def cox_method(
     chex.assert_axis_dimension(output.logits, -1, 1)
     weight, event, time = (batch[k] for k in ('weight', 'event', 'time'))
     every = lambda x: x if axis_name is None else jax.lax.psum(x, axis_name)
-    sums = lambda logits: cox_sums(
-      logits[:, 0].astype(jnp.float32), time, event,
-      ties=ties, mask=weight > 0, axis_name=axis_name,
+    sums = lambda risk, mask: cox_sums(
+      risk.astype(jnp.float32), time, event,
+      ties=ties, mask=(weight > 0) & mask, axis_name=axis_name,
     )  # fmt: skip
-    total, events = sums(output.logits)
-    if output.aux_logits:
-      # Logits of parts of a bag: a partial likelihood of their own would
-      # compare parts; their mean stands for the bag.
-      raise ValueError(
-        f'auxiliary losses {sorted(output.aux_logits)} apply the loss to each '
-        'bag alone, which a Cox loss cannot; use task=survival_nll'
-      )
-    extra, each = weighted_auxiliary(output, aux_weights or {}, lambda x: x[0])
+    total, events = sums(output.logits[:, 0], jnp.ones_like(weight, bool))
+    own = output.replace(aux_logits={})
+    chosen = dict(aux_weights or {})
+    parts = {k: chosen.pop(k, 0.0) for k in output.aux_logits}
+    extra, each = weighted_auxiliary(own, chosen, lambda x: x[..., 0])
     mean = lambda x: [every(part) for part in _total(x, weight)]
     penalty, count = mean(extra)
-    total = total + events * penalty / jnp.maximum(count, 1)
+    penalty = penalty / jnp.maximum(count, 1)
+    losses = {name: tuple(mean(x)) for name, x in each.items()}
+    for name, scale in parts.items():
+      logits, share = output.aux_logits[name]
+      mine, number = losses[name] = _of_parts(logits, share, sums)
+      penalty = penalty + scale * mine / jnp.maximum(number, 1)
+    total = total + events * penalty
     metrics = {'events': (events, jnp.ones_like(events))}
-    metrics |= {f'aux/{name}': tuple(mean(x)) for name, x in each.items()}
+    metrics |= {f'aux/{name}': x for name, x in losses.items()}
     risk = output.logits[:, 0].astype(jnp.float32)
     found = {'risk': risk, 'time': time, 'event': event}
     return (total, events), metrics, found
 
   return bag_method(model, optimizer, task, batch_coupled=True, **options)
+
+
+def _of_parts(logits, share, sums):
+  """Losses per event of G sets of logits [B, G, 1], and how many sets have one.
+
+  The g-th part of a bag is compared with the g-th of the others; parts are
+  drawn at random, so this is a fair draw.
+  """
+  found = [
+    sums(logits[:, g, 0], share[:, g] > 0) for g in range(logits.shape[1])
+  ]
+  each = [total / jnp.maximum(events, 1) for total, events in found]
+  return sum(each), sum((events > 0).astype(jnp.float32) for _, events in found)
 
 
 def _total(values, weight):

@@ -4,9 +4,12 @@ Axes: B rows, S bags of a row, N instances, D features, C classes, Q units of a
 query.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.linen.dtypes import promote_dtype
 
 from tmlib.mil.bag import Bag
 from tmlib.mil.dropout import bag_dropout
@@ -72,20 +75,18 @@ class DSMIL(nn.Module):
     else:
       hidden = clean_features(self, bag)
     member = membership(bag)
-    instance = wide(Dense(self.num_classes, name='instance')(hidden))
+    stream = Dense(self.num_classes, name='instance')
+    instance = wide(stream(hidden))
     lowest = jnp.finfo(instance.dtype).min
     inside = jnp.where(member[..., None], instance[:, :, None], lowest)
     critical = jnp.argmax(inside, 1)  # [B, S, C]
-    best = jnp.take_along_axis(inside, critical[:, None], 1)[:, 0]
+    # Of the critical instances again: cheaper than to gather by the gradient.
+    rows = gather_rows(hidden, critical)  # [B, S, C, D]
+    best = wide(jnp.diagonal(stream(rows), axis1=2, axis2=3))
     some = jnp.any(member, 1)
     best = jnp.where(some[..., None], best, 0)
-
-    query = self._query()
-    queries = query(hidden)
-    # Of the critical instances again: cheaper than to gather by the gradient.
-    wanted = query(gather_rows(hidden, critical))
-    scale = jnp.sqrt(jnp.float32(self.query))
-    scores = jnp.einsum('bnq,bscq->bnsc', queries, wanted) / scale
+    scores = self._look(hidden, rows)
+    scores /= jnp.sqrt(jnp.float32(self.query))
     attention = branch_attention(wide(own_bag(member, scores)), bag)
     pooled = branch_pool(wide(self._value(hidden, keys)), attention, bag)
     head = nn.DenseGeneral(self.num_classes, axis=(-2, -1), name='head')
@@ -105,13 +106,29 @@ class DSMIL(nn.Module):
       },
     )
 
-  def _query(self):
-    """q(h), [..., D] -> [..., Q], the same layers at every call."""
+  def _look(self, hidden, critical):
+    """q(h) . q(h') of all instances [B, N, D], critical ones [B, S, C, D]."""
     first = Dense(self.query, dtype=self.dtype, name='query')
+    wanted = first(critical)
     if self.query_layers == 'linear':
-      return first
-    second = Dense(self.query, dtype=self.dtype, name='query_out')
-    return lambda h: jnp.tanh(second(nn.relu(first(h))))
+      count, size = math.prod(wanted.shape[1:3]), hidden.shape[-1]
+      if count * size < self.query * (size + count):
+        # (W h + b) . q = h . (W^T q) + b . q: no query of an instance is made.
+        kernel, bias = (
+          first.variables['params'][k] for k in ('kernel', 'bias')
+        )
+        hidden, kernel, bias, wanted = promote_dtype(
+          hidden, kernel, bias, wanted, dtype=self.dtype
+        )
+        looks = jnp.einsum('bscq,dq->bscd', wanted, kernel)
+        offset = jnp.einsum('bscq,q->bsc', wanted, bias)
+        return jnp.einsum('bnd,bscd->bnsc', hidden, looks) + offset[:, None]
+      queries = first(hidden)
+    else:
+      second = Dense(self.query, dtype=self.dtype, name='query_out')
+      rest = lambda h: jnp.tanh(second(nn.relu(h)))
+      wanted, queries = rest(wanted), rest(first(hidden))
+    return jnp.einsum('bnq,bscq->bnsc', queries, wanted)
 
   def _value(self, hidden, keys):
     if not self.hidden:

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from kernels_pallas.common.platforms import NO_CPU
+
 __all__ = [
   'check_blocks',
   'check_implementation',
@@ -23,6 +25,7 @@ __all__ = [
   'checked_offset',
   'checked_scale',
   'checked_segments',
+  'known',
 ]
 
 _IMPLEMENTATIONS = (
@@ -36,13 +39,14 @@ _IMPLEMENTATIONS = (
 
 
 def check_implementation(
-  implementation: str | None, refusal: str | None
+  implementation: str | None, refusal: str | None, at_lowering: bool = False
 ) -> None:
   """Names an implementation that does not exist or does not take the call.
 
   Args:
     implementation: of the caller.
     refusal: why the Pallas bodies do not take the operands, or None.
+    at_lowering: `platforms.by_platform` says whether there is a body.
   """
   if implementation not in _IMPLEMENTATIONS:
     raise ValueError(
@@ -51,10 +55,10 @@ def check_implementation(
   if implementation not in ('pallas', 'interpret', 'interpret_gpu'):
     return
   if implementation == 'pallas' and jax.default_backend() == 'cpu':
-    raise ValueError(
-      'implementation="pallas" has no CPU body; use None, or "interpret" to '
-      'test its numbers'
-    )
+    if at_lowering:
+      # Where for is known at lowering only.
+      return
+    raise ValueError(NO_CPU)
   if refusal:
     raise ValueError(
       f'implementation={implementation!r}: {refusal}; use None or "xla"'
@@ -96,6 +100,13 @@ def check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     )
 
 
+def known(x: Any) -> np.ndarray | None:
+  """The values, or None where a trace or another process holds them."""
+  if isinstance(x, Tracer) or not getattr(x, 'is_fully_addressable', True):
+    return None
+  return np.asarray(x)
+
+
 def checked_integers(
   name: str, x: Any, shape: tuple[int, ...], least: int | None = None
 ) -> jax.Array:
@@ -105,8 +116,9 @@ def checked_integers(
     raise TypeError(f'{name} has dtype {x.dtype}, expected integers')
   if x.shape != shape:
     raise ValueError(f'{name} has shape {x.shape}, expected {shape}')
-  if least is not None and not isinstance(x, Tracer) and x.size:
-    lowest = int(np.min(np.asarray(x)))
+  values = known(x)
+  if least is not None and values is not None and values.size:
+    lowest = int(values.min())
     if lowest < least:
       raise ValueError(
         f'{name} holds {lowest}, but must be at least {least} everywhere'
@@ -121,6 +133,10 @@ def checked_scale(scale: float | None, dim: int) -> float:
     return 1 / math.sqrt(dim)
   if isinstance(scale, Tracer):
     raise TypeError('scale is traced; multiply q by it and pass scale=1.0')
+  if np.ndim(scale) or not np.issubdtype(np.asarray(scale).dtype, np.number):
+    raise TypeError(
+      f'scale={scale!r} must be one number; None is 1/sqrt({dim})'
+    )
   if not math.isfinite(float(scale)):
     raise ValueError(f'scale={scale} must be finite; None is 1/sqrt({dim})')
   return float(scale)
@@ -149,8 +165,9 @@ def checked_lengths(
   if lengths is None:
     return None
   lengths = checked_integers('lengths', lengths, (batch,), 0)
-  if not isinstance(lengths, Tracer) and batch:
-    highest = int(np.max(np.asarray(lengths)))
+  values = known(lengths)
+  if values is not None and batch:
+    highest = int(values.max())
     if highest > keys:
       raise ValueError(f'lengths holds {highest}, but {name} has {keys} {unit}')
   return lengths
@@ -210,16 +227,20 @@ def checked_norm(
 ) -> jax.Array:
   """[] or [batch, 1, 1, 1], float32 or wider; None is the length."""
   norm = jnp.asarray(max(length, 1) if norm is None else norm)
+  if not any(
+    jnp.issubdtype(norm.dtype, x) for x in (jnp.floating, jnp.integer)
+  ):
+    raise TypeError(f'norm has dtype {norm.dtype}, expected real numbers')
   if norm.shape not in ((), (batch,)):
     raise ValueError(
       f'norm has shape {norm.shape}, expected a number or ({batch},)'
     )
   norm = norm.astype(jnp.promote_types(norm.dtype, jnp.float32))
-  if not isinstance(norm, Tracer):
-    known = np.asarray(norm)
-    if known.size and not (np.isfinite(known).all() and known.min() > 0):
+  values = known(norm)
+  if values is not None and values.size:
+    if not (np.isfinite(values).all() and values.min() > 0):
       raise ValueError(
-        f'norm holds {known.min()}, but must be positive and finite; of '
+        f'norm holds {values.min()}, but must be positive and finite; of '
         'lengths that may be 0 take jnp.maximum(lengths, 1)'
       )
   return norm if norm.ndim == 0 else norm[:, None, None, None]

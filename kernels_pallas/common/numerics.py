@@ -6,7 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ['LOG2E', 'dot', 'dot_rows', 'precision', 'silu', 'softmax_step']
+__all__ = [
+  'LOG2E',
+  'dot',
+  'dot_rows',
+  'precision',
+  'promote_dtypes',
+  'silu',
+  'softmax_step',
+]
 
 LOG2E = 1.4426950408889634
 
@@ -15,6 +23,12 @@ def precision(dtype: Any) -> jax.lax.Precision:
   """Single precision shall mean single precision on every chip."""
   single = jnp.dtype(dtype).itemsize > 2
   return jax.lax.Precision.HIGHEST if single else jax.lax.Precision.DEFAULT
+
+
+def promote_dtypes(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+  """All in the dtype that holds every one of them."""
+  dtype = jnp.result_type(*arrays)
+  return tuple(x.astype(dtype) for x in arrays)
 
 
 def dot(a: jax.Array, b: jax.Array, transpose: bool = False) -> jax.Array:

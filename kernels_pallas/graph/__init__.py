@@ -1,6 +1,7 @@
 """Message passing on patch graphs stored as tables of neighbours (ELL)."""
 
 from kernels_pallas.graph.api import (
+  check_edges,
   diffuse,
   ell_diffuse,
   ell_diffuse2,
@@ -31,6 +32,7 @@ __all__ = [
   'RasterLayout',
   'TiledGraph',
   'TiledLayout',
+  'check_edges',
   'diffuse',
   'ell_diffuse',
   'ell_diffuse2',

@@ -31,12 +31,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from kernels_pallas.common.checks import check_implementation
+from kernels_pallas.common.checks import check_implementation, known
 from kernels_pallas.graph import block_sparse, reference, stencil, vjp
 from kernels_pallas.graph.patch_graph import PatchGraph
 
 __all__ = [
+  'check_edges',
   'diffuse',
   'ell_diffuse',
   'ell_diffuse2',
@@ -51,7 +53,7 @@ def _path(
 ) -> Callable[..., Any]:
   """The function of that name; after the checks of its arguments."""
   if implementation != 'plain':
-    check_implementation(implementation, vjp.refusal(graph, *arrays))
+    check_implementation(implementation, vjp.refusal(graph, *arrays), True)
   if implementation in ('xla', 'reference'):
     return getattr(reference, name)
   on_tpu = stencil.takes(graph) or block_sparse.takes(graph)
@@ -74,17 +76,63 @@ def _own(implementation: str | None, x: jax.Array) -> str | None:
   return 'plain' if small else implementation
 
 
-def _check(graph: PatchGraph, **arrays: jax.Array) -> None:
-  """Edge arrays are called w*, node arrays anything else."""
+def _check_table(graph: PatchGraph) -> None:
+  """Leaves of a graph: shapes, dtypes and, where they are known, values."""
   if not isinstance(graph, PatchGraph):
     raise TypeError(
       f'graph must be a PatchGraph, got {type(graph).__name__}; build one '
       'with tmlib.ops.graph.ell_from_grid'
     )
-  if graph.nbr.ndim < 2:
-    raise ValueError(
-      f'graph.nbr has shape {graph.nbr.shape}, expected [..., N, K]'
-    )
+  kinds = {'nbr': jnp.integer, 'emask': jnp.bool_, 'rev': jnp.integer}
+  for name, kind in kinds.items():
+    leaf = getattr(graph, name)
+    if not hasattr(leaf, 'dtype') or not jnp.issubdtype(leaf.dtype, kind):
+      what = getattr(leaf, 'dtype', type(leaf).__name__)
+      want = 'bool' if name == 'emask' else 'integer'
+      raise TypeError(f'graph.{name} is {what}, expected an array of {want}')
+    if leaf.ndim < 2 or leaf.shape != graph.nbr.shape:
+      raise ValueError(
+        f'graph.{name} has shape {leaf.shape}, expected [..., N, K] like '
+        f'graph.nbr {graph.nbr.shape}'
+      )
+  check_edges(graph)
+
+
+def check_edges(graph: PatchGraph) -> None:
+  """Raises if an edge is known to lead nowhere.
+
+  Empty slots are not looked at. `tmlib.ops.graph.check_graph` checks all that a
+  graph promises.
+
+  Args:
+    graph: the graph; where its leaves are traced, nothing is checked, and edges
+      are clamped to the nodes.
+
+  Raises:
+    ValueError: on a neighbour or a slot of an opposite edge out of range.
+  """
+  emask = known(graph.emask)
+  ends = graph.num_nodes + 2 * graph.halo, graph.num_slots
+  for name, end in zip(('nbr', 'rev'), ends, strict=True):
+    values = known(getattr(graph, name))
+    if emask is None or values is None:
+      continue
+    wrong = emask & ((values < 0) | (values >= end))
+    if wrong.any():
+      where = np.unravel_index(wrong.argmax(), wrong.shape)
+      place = list(map(int, where))
+      raise ValueError(
+        f'graph.{name}{place} is {values[where]}, expected [0, {end}); set '
+        'graph.emask to False where there is no edge'
+      )
+
+
+def _check(graph: PatchGraph, **arrays: jax.Array) -> bool:
+  """Whether there is anything to do.
+
+  Edge arrays are called w*, node arrays anything else.
+  """
+  _check_table(graph)
   for name, array in arrays.items():
     edges = name.startswith('w')
     lead = graph.nbr.shape if edges else graph.nbr.shape[:-1]
@@ -100,6 +148,7 @@ def _check(graph: PatchGraph, **arrays: jax.Array) -> None:
       raise TypeError(
         f'{name} has dtype {array.dtype}, expected a floating dtype'
       )
+  return all(x.size for x in (graph.nbr, *arrays.values()))
 
 
 def ell_spmm(
@@ -124,11 +173,14 @@ def ell_spmm(
     [..., N, D], dtype of x.
 
   Raises:
-    ValueError: on shapes that disagree or an unknown implementation.
+    ValueError: on shapes that disagree, edges out of range as far as they are
+      known, or an unknown implementation.
     TypeError: on anything but a PatchGraph and floating arrays.
   """
   w, x = jnp.asarray(w), jnp.asarray(x)
-  _check(graph, w=w, x=x)
+  if not _check(graph, w=w, x=x):
+    check_implementation(implementation, None, True)
+    return jnp.zeros_like(x)
   return _path('spmm', _own(implementation, x), graph, w, x)(graph, w, x)
 
 
@@ -151,13 +203,17 @@ def ell_sddmm(
     [..., N, K], the promoted dtype of a and b; zero in empty slots.
 
   Raises:
-    ValueError: on shapes that disagree or an unknown implementation.
+    ValueError: on shapes that disagree, edges out of range as far as they are
+      known, or an unknown implementation.
     TypeError: on anything but a PatchGraph and floating arrays.
   """
   a, b = jnp.asarray(a), jnp.asarray(b)
-  _check(graph, a=a, b=b)
+  some = _check(graph, a=a, b=b)
   if a.shape != b.shape:
     raise ValueError(f'a has shape {a.shape} but b has shape {b.shape}')
+  if not some:
+    check_implementation(implementation, None, True)
+    return jnp.zeros(graph.nbr.shape, jnp.result_type(a, b))
   return _path('sddmm', _own(implementation, a), graph, a, b)(graph, a, b)
 
 
@@ -175,11 +231,14 @@ def ell_transpose(
     [..., N, K]; zero in empty slots.
 
   Raises:
-    ValueError: on shapes that disagree or an unknown implementation.
+    ValueError: on shapes that disagree, edges out of range as far as they are
+      known, or an unknown implementation.
     TypeError: on anything but a PatchGraph and floating arrays.
   """
   w = jnp.asarray(w)
-  _check(graph, w=w)
+  if not _check(graph, w=w):
+    check_implementation(implementation, None, True)
+    return jnp.zeros_like(w)
   return _path('transpose', _own(implementation, w), graph, w)(graph, w)
 
 
@@ -229,12 +288,16 @@ def ell_diffuse(
     [..., N, D], dtype of x; zero for a node without neighbours.
 
   Raises:
-    ValueError: on shapes that disagree or an unknown implementation.
+    ValueError: on shapes that disagree, edges out of range as far as they are
+      known, or an unknown implementation.
     TypeError: on anything but a PatchGraph and floating arrays.
   """
   w, x = jnp.asarray(w), jnp.asarray(x)
-  _check(graph, w=w, x=x)
+  some = _check(graph, w=w, x=x)
   gates = (_gate(alpha, 'alpha', x),)
+  if not some:
+    check_implementation(implementation, None, True)
+    return jnp.zeros_like(x)
   how = _own(implementation, x)
   path = _path('gated_deltas', how, graph, w, *gates, x)
   return path(graph, (w,), gates, x)
@@ -270,12 +333,16 @@ def diffuse(
     [..., N, D], dtype of x; zero for a node without neighbours.
 
   Raises:
-    ValueError: on shapes that disagree or an unknown implementation.
+    ValueError: on shapes that disagree, edges out of range as far as they are
+      known, or an unknown implementation.
     TypeError: on anything but a PatchGraph and floating arrays.
   """
   wa, wb, x = jnp.asarray(wa), jnp.asarray(wb), jnp.asarray(x)
-  _check(graph, wa=wa, wb=wb, x=x)
+  some = _check(graph, wa=wa, wb=wb, x=x)
   gates = _gate(alpha, 'alpha', x), _gate(eta, 'eta', x)
+  if not some:
+    check_implementation(implementation, None, True)
+    return jnp.zeros_like(x)
   path = _path('gated_deltas', implementation, graph, wa, wb, *gates, x)
   return path(graph, (wa, wb), gates, x)
 

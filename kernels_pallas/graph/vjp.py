@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from kernels_pallas.common.platforms import by_platform
 from kernels_pallas.common.sharding import find_split, over_mesh
 from kernels_pallas.graph import reference
 from kernels_pallas.graph.patch_graph import PatchGraph
@@ -38,6 +39,11 @@ __all__ = [
 ]
 
 Arrays = tuple[jax.Array, ...]
+
+_NO_TPU = (
+  'the TPU has no body for a graph that is neither a RasterGraph nor a '
+  'TiledGraph; make one with raster_layout or tiled_layout'
+)
 
 
 # Slots that a body walks at compile time.
@@ -76,7 +82,8 @@ def _run(name: str, implementation: str | None, *args: Any) -> Any:
   graph, plain = args[0], getattr(reference, name)
   if implementation == 'plain':
     return plain(*args)
-  if implementation is None and refusal(graph, *jax.tree.leaves(args[1:])):
+  reason = refusal(graph, *jax.tree.leaves(args[1:]))
+  if implementation is None and reason:
     return plain(*args)
   # The bodies are imported where they are asked for: Triton's may be gone.
   from kernels_pallas.graph import block_sparse, gpu, stencil
@@ -91,12 +98,14 @@ def _run(name: str, implementation: str | None, *args: Any) -> Any:
   on_tpu = next((m for m in known if hasattr(m, name)), None)
   if implementation == 'interpret':
     return (body(on_tpu, interpret=True) if on_tpu else plain)(*args)
-  branches = {'cuda': body(gpu)}
+  # Without a body for one of the derivatives, that one is plain.
+  tiled = stencil.takes(graph) or block_sparse.takes(graph)
+  bodies = {'cuda': body(gpu), 'tpu': plain if tiled else _NO_TPU}
   if on_tpu:
-    branches['tpu'] = body(on_tpu)
-  if implementation is None or not on_tpu:
-    branches['default'] = plain
-  return jax.lax.platform_dependent(*args, **branches)
+    bodies['tpu'] = body(on_tpu)
+  if reason:
+    bodies = dict.fromkeys(bodies, reason)
+  return by_platform(implementation, plain, bodies, *args)
 
 
 def _like(cotangent: Any, primal: jax.Array) -> jax.Array:
@@ -108,8 +117,12 @@ def transpose(
   implementation: str | None, graph: PatchGraph, w: jax.Array
 ) -> jax.Array:
   """w^T_ik = w[nbr_ik, rev_ik]; an involution, hence its own adjoint."""
-  del implementation
-  return reference.transpose(graph, w)
+  plain = reference.transpose
+  if implementation != 'pallas':
+    return plain(graph, w)
+  # A gather that XLA does as well; there is none for a CPU all the same.
+  bodies = {'tpu': plain, 'cuda': plain}
+  return by_platform(implementation, plain, bodies, graph, w)
 
 
 transpose.defvjp(

@@ -3,6 +3,7 @@
 from kernels_pallas.grouped_matmul.api import (
   block_gmm,
   block_tgmm,
+  check_group_sizes,
   gmm,
   tgmm,
 )
@@ -18,6 +19,7 @@ __all__ = [
   'block_gmm',
   'block_layout',
   'block_tgmm',
+  'check_group_sizes',
   'gather_rows',
   'gmm',
   'scatter_rows',

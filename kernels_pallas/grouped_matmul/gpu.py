@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from kernels_pallas.common.numerics import dot, promote_dtypes
+
 __all__ = ['block_gmm', 'block_tgmm']
 
 _PARAMS = {'num_warps': 4, 'num_stages': 3}
@@ -48,7 +50,7 @@ def _gmm_body(groups, lhs, rhs, out, *, k, t, transpose_rhs):
       b = rhs[group, pl.ds(column, t), pl.ds(j * k, k)].T
     else:
       b = rhs[group, pl.ds(j * k, k), pl.ds(column, t)]
-    return total + jnp.dot(a, b, preferred_element_type=jnp.float32)
+    return total + dot(a, b)
 
   total = jnp.zeros((lhs.shape[0], t), jnp.float32)
   total = jax.lax.fori_loop(0, lhs.shape[1] // k, add, total)
@@ -68,8 +70,9 @@ def block_gmm(
   inner, columns = rhs.shape[inner_axis], rhs.shape[outer_axis]
   most = tiles or _TILES
   k, t = _tile(inner, most[0]), _tile(columns, most[1])
-  lhs = _pad(lhs, 1, k)
+  dtype = lhs.dtype
   rhs = _pad(_pad(rhs, inner_axis, k), outer_axis, t)
+  lhs, rhs = promote_dtypes(_pad(lhs, 1, k), rhs)
   block, outer = lhs.shape[0] // groups.shape[0], rhs.shape[outer_axis]
   if block % _ROWS == 0:
     groups = jnp.repeat(groups, block // _ROWS)
@@ -77,7 +80,7 @@ def block_gmm(
   num_blocks = groups.shape[0]
   call = pl.pallas_call(
     functools.partial(_gmm_body, k=k, t=t, transpose_rhs=transpose_rhs),
-    out_shape=jax.ShapeDtypeStruct((lhs.shape[0], outer), lhs.dtype),
+    out_shape=jax.ShapeDtypeStruct((lhs.shape[0], outer), dtype),
     grid=(num_blocks, outer // t),
     in_specs=[
       pl.BlockSpec(groups.shape, lambda i, c: (0,)),
@@ -97,9 +100,7 @@ def _tgmm_body(bounds, lhs, rhs, out, *, block):
 
   def add(i, total):
     rows = pl.ds(i * block, block)
-    return total + jnp.dot(
-      lhs[rows, :].T, rhs[rows, :], preferred_element_type=jnp.float32
-    )
+    return total + dot(lhs[rows, :].T, rhs[rows, :])
 
   total = jnp.zeros(out.shape, jnp.float32)
   total = jax.lax.fori_loop(bounds[group], bounds[group + 1], add, total)
@@ -120,14 +121,13 @@ def block_tgmm(
   block = min(rows // groups.shape[0], 32)
   scale = rows // groups.shape[0] // block
   k, t = _tile(shape[1], 64), _tile(shape[2], 64)
-  lhs, rhs = _pad(lhs, 1, k), _pad(rhs, 1, t)
+  lhs, rhs = promote_dtypes(_pad(lhs, 1, k), _pad(rhs, 1, t))
   edges = jnp.arange(num_groups + 1, dtype=groups.dtype)
   bounds = jnp.searchsorted(groups, edges).astype(jnp.int32) * scale
   call = pl.pallas_call(
     functools.partial(_tgmm_body, block=block),
     out_shape=jax.ShapeDtypeStruct(
-      (num_groups, lhs.shape[1], rhs.shape[1]),
-      jnp.promote_types(lhs.dtype, rhs.dtype),
+      (num_groups, lhs.shape[1], rhs.shape[1]), lhs.dtype
     ),
     grid=(num_groups, lhs.shape[1] // k, rhs.shape[1] // t),
     in_specs=[

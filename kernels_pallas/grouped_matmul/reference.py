@@ -9,13 +9,21 @@ a matrix per block.
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.common.numerics import precision
+
 __all__ = ['block_gmm', 'block_tgmm']
 
 
 def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
   wide = jnp.promote_types(jnp.float32, jnp.promote_types(a.dtype, b.dtype))
   numbers = (((contract[0],), (contract[1],)), ((), ()))
-  return jax.lax.dot_general(a, b, numbers, preferred_element_type=wide)
+  return jax.lax.dot_general(
+    a,
+    b,
+    numbers,
+    precision=precision(jnp.promote_types(a.dtype, b.dtype)),
+    preferred_element_type=wide,
+  )
 
 
 def block_gmm(

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas.common.numerics import precision, promote_dtypes
+
 __all__ = ['block_gmm', 'block_tgmm']
 
 LANES = 128
@@ -45,7 +47,11 @@ def _gmm_body(groups, lhs, rhs, out, *total, transpose_rhs):
   def product():
     numbers = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
     return jax.lax.dot_general(
-      lhs[...], rhs[...], numbers, preferred_element_type=jnp.float32
+      lhs[...],
+      rhs[...],
+      numbers,
+      precision=precision(lhs.dtype),
+      preferred_element_type=jnp.float32,
     )
 
   if not total:
@@ -76,8 +82,8 @@ def block_gmm(
 ) -> jax.Array:
   """[S, K], [E, K, N] (or [E, N, K]), [n] -> [S, N]."""
   columns = rhs.shape[1 if transpose_rhs else 2]
-  block = lhs.shape[0] // groups.shape[0]
-  lhs, rhs = _pad(lhs, (1,)), _pad(rhs, (1, 2))
+  block, dtype = lhs.shape[0] // groups.shape[0], lhs.dtype
+  lhs, rhs = promote_dtypes(_pad(lhs, (1,)), _pad(rhs, (1, 2)))
   inner, outer = rhs.shape[1:][::-1] if transpose_rhs else rhs.shape[1:]
   # Half of the contracted columns in float32: twice the bytes.
   most = tiles or (_TILES[0] * 2 // max(lhs.dtype.itemsize, 2), _TILES[1])
@@ -89,7 +95,7 @@ def block_gmm(
     matrix = pl.BlockSpec((None, k, t), lambda c, i, j, g: (g[i], j, c))
   call = pl.pallas_call(
     functools.partial(_gmm_body, transpose_rhs=transpose_rhs),
-    out_shape=jax.ShapeDtypeStruct((lhs.shape[0], outer), lhs.dtype),
+    out_shape=jax.ShapeDtypeStruct((lhs.shape[0], outer), dtype),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=1,
       grid=(outer // t, _count(groups, rhs.shape[0]), steps),
@@ -121,6 +127,7 @@ def _tgmm_body(groups, lhs, rhs, out, total):
       lhs[...],
       rhs[...],
       (((0,), (0,)), ((), ())),
+      precision=precision(lhs.dtype),
       preferred_element_type=jnp.float32,
     )
 
@@ -147,8 +154,8 @@ def block_tgmm(
   """[S, K], [S, N], [n] -> [E, K, N], summed over the blocks of a group."""
   shape = (num_groups, lhs.shape[1], rhs.shape[1])
   block = lhs.shape[0] // groups.shape[0]
-  lhs, rhs = _pad(lhs, (1,)), _pad(rhs, (1,))
-  dtype = jnp.promote_types(lhs.dtype, rhs.dtype)
+  lhs, rhs = promote_dtypes(_pad(lhs, (1,)), _pad(rhs, (1,)))
+  dtype = lhs.dtype
   # What fits beside its sums in float32.
   most = 2**22 // dtype.itemsize**2
   k = _tile(lhs.shape[1], min(_TILES[0], most // 512))

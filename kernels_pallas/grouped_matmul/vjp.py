@@ -9,37 +9,61 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from kernels_pallas.common.platforms import by_platform
 from kernels_pallas.grouped_matmul import reference
 
-__all__ = ['block_gmm', 'block_tgmm']
+__all__ = ['block_gmm', 'block_tgmm', 'refusal']
 
 
-def _dispatch(
-  name: str, implementation: str | None
-) -> Callable[..., jax.Array]:
+def refusal(
+  lhs: jax.Array, rhs: jax.Array, block: int, platform: str
+) -> str | None:
+  """Why the Pallas bodies of 'tpu' or 'cuda' do not take them, or None."""
+  for x in (lhs, rhs):
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+      return f'dtype {x.dtype} is neither float32 nor bfloat16'
+  if platform == 'tpu' and block % 16:
+    return f'blocks of {block} rows are no multiple of 16'
+  if platform == 'cuda' and block % 128 and (block < 16 or block & (block - 1)):
+    return (
+      f'blocks of {block} rows are neither a power of two from 16 nor a '
+      'multiple of 128'
+    )
+  return None
+
+
+def _run(
+  name: str,
+  implementation: str | None,
+  lhs: jax.Array,
+  rhs: jax.Array,
+  groups: jax.Array,
+  *static: Any,
+) -> jax.Array:
   """Resolved at lowering, so that cross-compiling picks the right body."""
-  plain = getattr(reference, name)
+
+  def body(module: Any, **how: Any) -> Callable[..., jax.Array]:
+    return lambda *a: getattr(module, name)(*a, *static, **how)
+
+  args, plain = (lhs, rhs, groups), body(reference)
   if implementation == 'xla':
-    return plain
+    return plain(*args)
   # The bodies are imported where they are asked for: Triton's may be gone.
   from kernels_pallas.grouped_matmul import gpu, tpu
 
-  on_tpu, on_gpu = getattr(tpu, name), getattr(gpu, name)
   if implementation == 'interpret':
-    return functools.partial(on_tpu, interpret=True)
+    return body(tpu, interpret=True)(*args)
   if implementation == 'interpret_gpu':
-    return functools.partial(on_gpu, interpret=True)
-
-  def call(lhs, rhs, groups, *static):
-    keywords = {'tpu': on_tpu, 'cuda': on_gpu}
-    if implementation is None:
-      keywords['default'] = plain
-    branches = {k: lambda *a, f=f: f(*a, *static) for k, f in keywords.items()}
-    return jax.lax.platform_dependent(lhs, rhs, groups, **branches)
-
-  return call
+    return body(gpu, interpret=True)(*args)
+  block = lhs.shape[0] // groups.shape[0]
+  bodies = {
+    platform: refusal(lhs, rhs, block, platform) or body(module)
+    for platform, module in (('tpu', tpu), ('cuda', gpu))
+  }
+  return by_platform(implementation, plain, bodies, *args)
 
 
 def _like(cotangent: Any, primal: jax.Array) -> jax.Array:
@@ -60,8 +84,8 @@ def block_gmm(
   tiles: tuple[int, int] | None = None,
 ) -> jax.Array:
   """y_i = a_i W_e for the rows of each block; W^T if `transpose_rhs`."""
-  call = _dispatch('block_gmm', implementation)
-  return call(lhs, rhs, groups, transpose_rhs, tiles)
+  static = transpose_rhs, tiles
+  return _run('block_gmm', implementation, lhs, rhs, groups, *static)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -73,8 +97,7 @@ def block_tgmm(
   implementation: str | None,
 ) -> jax.Array:
   """T_e = sum of a_i^T b_i over the rows of the blocks of group e."""
-  call = _dispatch('block_tgmm', implementation)
-  return call(lhs, rhs, groups, num_groups)
+  return _run('block_tgmm', implementation, lhs, rhs, groups, num_groups)
 
 
 def _gmm_backward(transpose_rhs, implementation, tiles, residual, g):

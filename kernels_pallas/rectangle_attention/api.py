@@ -6,9 +6,10 @@ and keys, V features of values. The layout is [B, N, H, D] throughout.
 `implementation`, also that of `hstu_attention`: None is Pallas on TPU and GPU
 and a loop over tiles elsewhere, decided when the program is compiled, and the
 loop wherever Pallas can not; "pallas" insists on Pallas; "xla" is the loop, 64k
-items in bounded memory; "reference" holds all logits at once, and alone has
-forward mode and derivatives of second order; "interpret" and "interpret_gpu"
-run the TPU's and the GPU's body in Pallas' interpreter.
+items in bounded memory, and for XOR attention differentiable to second order;
+"reference" holds all logits at once, and alone has forward mode and the second
+order of HSTU's; "interpret" and "interpret_gpu" run the TPU's and the GPU's
+body in Pallas' interpreter.
 
 Under a mesh (`jax.set_mesh`) whose axes are of type Auto, sequences are divided
 over the axis 'data' and heads over 'model' where these divide them, and
@@ -114,7 +115,7 @@ def xor_attention(
     links: queries [B, L, H, D], keys [B, L, H, D], values [B, L, H, V], float.
     history: queries [B, N, H, D], keys [B, N, H, D], values [B, N, H, V].
     lengths: [B], int in [0, N], clamped under jit: items beyond do not exist,
-      get 0 and are seen by no link. They must be finite nevertheless.
+      get 0 and are seen by no link, and may hold anything.
     segment_ids: a pair ([B, L], [B, N]), int: links and items see each other
       in the same segment only. Need not be sorted.
     phi: "silu" or "softmax".
@@ -148,7 +149,7 @@ def xor_attention(
       f'norm={norm!r} is of no use with phi="softmax", whose weights sum to '
       'one; leave it out'
     )
-  check_implementation(implementation, _refusal(implementation, links))
+  check_implementation(implementation, _refusal(implementation, links), True)
   check_blocks(None if block is None else (block,))
   (batch, count, heads, dim), items = links.q.shape, history.q.shape[1]
   config = Config(checked_scale(scale, dim), phi, block)
@@ -157,7 +158,7 @@ def xor_attention(
     *checked_segments(segment_ids, batch, count, items, ('links', 'items')),
   )
   norm = checked_norm(norm, batch, items)
-  if not (batch and count and heads and items):
+  if not (batch and count and heads and items and links.v.shape[3]):
     return jnp.zeros_like(links.v), jnp.zeros_like(history.v)
   args = links, history, rows
   # Annotations do not see through custom_vjp.

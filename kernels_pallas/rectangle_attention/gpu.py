@@ -181,9 +181,10 @@ def _walk(
   zeros: Callable[[Any], None],
   start: Any,
 ) -> Any:
-  """Folds step(carry, rows, seen) over the tiles of a part that hold items.
+  """Folds step(carry, rows, seen, read) over the tiles that hold items.
 
-  `zeros` gets the rows of each tile beyond them.
+  `read` takes the rows of an array of items, zeros beyond the end of the
+  history; `zeros` gets the rows of each tile beyond it.
   """
   i = jax.lax.rem(pl.program_id(0), np.int32(plan.n))
   first = i * (plan.s * plan.m)
@@ -199,9 +200,18 @@ def _walk(
     if limit is not None:
       index = first + j * plan.s + jnp.arange(plan.s)
       exists = (index < limit)[None, :]
+
+    def read(ref):
+      x = ref[rows, :]
+      if refs.limit is None:
+        return x
+      # where, not multiply: 0 * NaN is NaN.
+      index = first + j * plan.s + jnp.arange(plan.s)
+      return jnp.where((index < limit)[:, None], x, 0)
+
     if refs.link_segment is not None:
       same = refs.link_segment[...][:, None] == refs.item_segment[rows][None, :]
-    return step(carry, rows, visible(exists, same))
+    return step(carry, rows, visible(exists, same), read)
 
   carry = jax.lax.fori_loop(0, end, visit, start)
   if refs.limit is not None:
@@ -230,17 +240,17 @@ def _forward_body(refs, outputs, space, *, plan):
     ref[...] for ref in (refs.link_q, refs.link_k, refs.link_v)
   )
 
-  def step(carry, rows, seen):
+  def step(carry, rows, seen, read):
     peak, total, acc = carry
-    x = dot(link_q, refs.k[rows, :], transpose=True) * factor
+    x = dot(link_q, read(refs.k), transpose=True) * factor
     if stats:
       x = hide(x, seen, -jnp.inf)
       weights, decay, peak, total = softmax_step(x, peak, total, 1, jnp.exp2)
       acc = acc * decay
     else:
       weights, _ = silu(hide(x, seen, 0.0))
-    acc = acc + dot(weights, refs.v[rows, :])
-    y = dot(link_k, refs.q[rows, :], transpose=True) * factor
+    acc = acc + dot(weights, read(refs.v))
+    y = dot(link_k, read(refs.q), transpose=True) * factor
     weights = link_weights(config, y, _real(plan, seen), jnp.exp2)
     of_items[rows, :] = dot(weights.T, link_v).astype(of_items.dtype)
     return peak, total, acc
@@ -318,9 +328,9 @@ def _backward_body(refs, outputs, space, *, plan):
     None if ref is None else ref[...][:, None] for ref in (refs.lse, refs.delta)
   )
 
-  def step(carry, rows, seen):
+  def step(carry, rows, seen, read):
     of_q, of_k, of_v = carry
-    k, v = refs.k[rows, :], refs.v[rows, :]
+    k, v = read(refs.k), read(refs.v)
     x = dot(link_q, k, transpose=True) * factor
     inner = dot(link_g, v, transpose=True)
     weights, slope = slopes(
@@ -330,7 +340,7 @@ def _backward_body(refs, outputs, space, *, plan):
     slope = slope * config.scale
     dk[rows, :] = dot(slope.T, link_q).astype(dk.dtype)
     of_q = of_q + dot(slope, k)
-    q, g = refs.q[rows, :], refs.g[rows, :]
+    q, g = read(refs.q), read(refs.g)
     y = dot(link_k, q, transpose=True) * factor
     inner = dot(link_v, g, transpose=True)
     weights, slope = link_slopes(config, y, _real(plan, seen), inner, jnp.exp2)

@@ -88,7 +88,8 @@ def hstu_attention(
       [] or [B].
     window: >= 1; a query sees only keys whose index differs from its own by
       less.
-    lengths: [B], int in [0, S], clamped under jit: keys beyond do not exist.
+    lengths: [B], int in [0, S], clamped under jit: keys beyond do not exist,
+      and may hold anything.
     segment_ids: [B, T] if T = S, or a pair ([B, T], [B, S]), int: a query sees
       keys of its own segment only. Need not be sorted.
     scale: a finite number; None is 1 / sqrt(D).
@@ -128,7 +129,11 @@ def hstu_attention(
   )
   bias = _bias(bias, q, keys)
   norm = checked_norm(norm, batch, keys)
-  if not (batch and queries and heads and keys):
+  if rows.lengths is not None:
+    # Keys beyond the end may hold anything: 0 * NaN is NaN.
+    exists = jnp.arange(keys)[None] < rows.lengths[:, None]
+    k, v = (jnp.where(exists[:, :, None, None], x, 0) for x in (k, v))
+  if not (batch and queries and heads and keys and v.shape[3]):
     return jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype)
   args = q, k, v, None, None, rows, bias
   if implementation == 'reference':

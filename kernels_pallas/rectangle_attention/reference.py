@@ -28,6 +28,12 @@ def forward(
     [B, L, H, V] and [B, N, H, V].
   """
   both = options.Config(config.scale, weights=config.weights)
+  exists = None
+  if rows.lengths is not None:
+    exists = jnp.arange(history.q.shape[1])[None] < rows.lengths[:, None]
+    exists = exists[:, :, None, None]
+    # where, not multiply: 0 * NaN beyond the end is NaN.
+    history = Tokens(*(jnp.where(exists, x, 0) for x in history))
   of_links, _ = reference.forward(
     both,
     links.q,
@@ -46,7 +52,6 @@ def forward(
     None,
     options.Rows(None, None, rows.items, rows.links),
   )
-  if rows.lengths is not None:
-    exists = jnp.arange(history.q.shape[1])[None] < rows.lengths[:, None]
-    of_items = jnp.where(exists[:, :, None, None], of_items, 0)
+  if exists is not None:
+    of_items = jnp.where(exists, of_items, 0)
   return of_links, of_items

@@ -255,18 +255,35 @@ def _link_mask(plan: _Plan, seen: jax.Array | None) -> jax.Array | None:
 def _over_items(
   plan: _Plan,
   refs: Operands,
-  step: Callable[[Any], None],
+  step: Callable[..., None],
   skip: Callable[[], None],
 ) -> None:
-  """Calls step(seen), or skip() for a tile beyond the end of the history."""
+  """Calls step(seen, read), or skip() for a tile beyond the end of the history.
+
+  `read` takes the tile of an array of items, zeros beyond the end.
+  """
   b, j = pl.program_id(0), pl.program_id(2)
-  limit: Any = plan.limit if refs.limit is None else refs.limit[b]
-  run = lambda: step(_seen(plan, refs, j, limit))
+  read = lambda ref: ref[...]
   if refs.limit is None:
-    run()
+    step(_seen(plan, refs, j, plan.limit), read)
     return
-  some = j * plan.s < limit
-  pl.when(some)(run)
+  limit = refs.limit[b]
+
+  def read_some(ref):
+    index = jax.lax.broadcasted_iota(jnp.int32, ref.shape, 0) + j * plan.s
+    # where, not multiply: 0 * NaN is NaN.
+    return jnp.where(index < limit, ref[...], 0)
+
+  some, whole = j * plan.s < limit, (j + 1) * plan.s <= limit
+
+  @pl.when(whole)
+  def _():
+    step(_seen(plan, refs, j, None), read)
+
+  @pl.when(some & jnp.logical_not(whole))
+  def _():
+    step(_seen(plan, refs, j, limit), read_some)
+
   pl.when(jnp.logical_not(some))(skip)
 
 
@@ -288,8 +305,8 @@ def _forward_body(refs, outputs, space, *, plan):
       space['peak'][...] = jnp.full_like(space['peak'], -jnp.inf)
       space['total'][...] = jnp.zeros_like(space['total'])
 
-  def step(seen):
-    x = dot(refs.link_q[...], refs.k[...], transpose=True) * factor
+  def step(seen, read):
+    x = dot(refs.link_q[...], read(refs.k), transpose=True) * factor
     if lse:
       weights, decay, space['peak'][...], space['total'][...] = softmax_step(
         hide(x, seen, -jnp.inf),
@@ -302,8 +319,8 @@ def _forward_body(refs, outputs, space, *, plan):
       acc[...] *= _wide(decay, acc.shape[1])
     else:
       weights, _ = silu(hide(x, seen, 0.0))
-    acc[...] += dot(weights, refs.v[...])
-    y = dot(refs.link_k[...], refs.q[...], transpose=True) * factor
+    acc[...] += dot(weights, read(refs.v))
+    y = dot(refs.link_k[...], read(refs.q), transpose=True) * factor
     if lse:
       mask = _link_mask(plan, seen)
       weights = link_weights(config, _by_head(plan, y), mask, jnp.exp2)
@@ -383,9 +400,10 @@ def _backward_body(refs, outputs, space, *, plan):
     for ref in sums:
       ref[...] = jnp.zeros_like(ref)
 
-  def from_items(seen):
-    x = dot(refs.link_q[...], refs.k[...], transpose=True) * factor
-    inner = dot(refs.link_g[...], refs.v[...], transpose=True)
+  def from_items(seen, read):
+    k = read(refs.k)
+    x = dot(refs.link_q[...], k, transpose=True) * factor
+    inner = dot(refs.link_g[...], read(refs.v), transpose=True)
     lse, delta = (
       None if ref is None else ref[...] for ref in (refs.lse, refs.delta)
     )
@@ -395,11 +413,12 @@ def _backward_body(refs, outputs, space, *, plan):
     dv[...] = dot_rows(weights, refs.link_g[...]).astype(dv.dtype)
     slope = slope * config.scale
     dk[...] = dot_rows(slope, refs.link_q[...]).astype(dk.dtype)
-    sums[0][...] += dot(slope, refs.k[...])
+    sums[0][...] += dot(slope, k)
 
-  def from_links(seen):
-    y = dot(refs.link_k[...], refs.q[...], transpose=True) * factor
-    inner = dot(refs.link_v[...], refs.g[...], transpose=True)
+  def from_links(seen, read):
+    q, g = read(refs.q), read(refs.g)
+    y = dot(refs.link_k[...], q, transpose=True) * factor
+    inner = dot(refs.link_v[...], g, transpose=True)
     if config.weights == 'softmax':
       split = lambda x: _by_head(plan, x)
       found = link_slopes(
@@ -408,14 +427,14 @@ def _backward_body(refs, outputs, space, *, plan):
       weights, slope = (x.reshape(y.shape) for x in found)
     else:
       weights, slope = link_slopes(config, y, seen, inner, jnp.exp2)
-    sums[2][...] += dot(weights, refs.g[...])
+    sums[2][...] += dot(weights, g)
     slope = slope * config.scale
     dq[...] = dot_rows(slope, refs.link_k[...]).astype(dq.dtype)
-    sums[1][...] += dot(slope, refs.q[...])
+    sums[1][...] += dot(slope, q)
 
-  def step(seen):
-    from_items(seen)
-    from_links(seen)
+  def step(seen, read):
+    from_items(seen, read)
+    from_links(seen, read)
 
   def skip():
     for ref in (dq, dk, dv):

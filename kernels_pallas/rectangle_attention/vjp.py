@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels_pallas.common.platforms import by_platform
 from kernels_pallas.common.sharding import Split, find_split, over_mesh
 from kernels_pallas.rectangle_attention import xla
 from kernels_pallas.rectangle_attention.options import Config, Rows, Tokens
@@ -67,16 +68,11 @@ def _call(
   if implementation == 'interpret_gpu':
     return body(gpu, True)(*args)
   links = args[0]
-  branches = {'tpu': body(tpu), 'cuda': body(gpu)}
-  if implementation is None:
-    branches = {
-      platform: plain if refusal(links, platform) else branch
-      for platform, branch in branches.items()
-    }
-    branches['default'] = plain
-  elif refusal(links, 'cuda'):
-    del branches['cuda']
-  return jax.lax.platform_dependent(*args, **branches)
+  bodies = {
+    platform: refusal(links, platform) or body(module)
+    for platform, module in (('tpu', tpu), ('cuda', gpu))
+  }
+  return by_platform(implementation, plain, bodies, *args)
 
 
 def _specs(split: Split, rows: Rows) -> tuple[Any, ...]:

@@ -66,6 +66,15 @@ def _take(plan: _Plan, blocks: Any, j: jax.Array) -> Any:
   return jax.tree.map(cut, blocks)
 
 
+def _read(plan: _Plan, blocks: Any, j: jax.Array) -> Any:
+  """The same, zeros beyond the end of a history: 0 * NaN is NaN."""
+  tiles = _take(plan, blocks, j)
+  if not isinstance(plan.limit, jax.Array):
+    return tiles
+  index = jnp.arange(plan.s)[None, :, None, None] + j * plan.s
+  return jax.tree.map(lambda x: jnp.where(index < plan.limit, x, 0), tiles)
+
+
 def _seen(plan: _Plan, j: jax.Array) -> jax.Array | None:
   """[B or 1, 1, L or 1, s]."""
   exists = same = None
@@ -103,7 +112,7 @@ def forward(
 
   def step(carry, j):
     peak, total, out = carry
-    tile, seen = _take(plan, blocks, j), _seen(plan, j)
+    tile, seen = _read(plan, blocks, j), _seen(plan, j)
     x = _dot('bhld,bshd->bhls', mine.q, tile.k) * config.scale
     if config.weights == 'silu':
       weights = silu(hide(x, seen, 0.0))[0]
@@ -161,7 +170,7 @@ def backward(
     lse, delta = lse[..., None], delta[..., None]
 
   def step(total, j):
-    (*tile, g), seen = _take(plan, blocks, j), _seen(plan, j)
+    (*tile, g), seen = _read(plan, blocks, j), _seen(plan, j)
     q, k, v = tile
     # From items to links.
     x = _dot('bhld,bshd->bhls', mine.q, k) * config.scale

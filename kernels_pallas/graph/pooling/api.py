@@ -18,9 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
-from kernels_pallas.common.checks import check_implementation, checked_integers
+from kernels_pallas.common.checks import (
+  check_implementation,
+  checked_integers,
+  known,
+)
 from kernels_pallas.graph.pooling import reference, vjp
 from kernels_pallas.graph.pooling.gate import Gate
 
@@ -61,8 +64,9 @@ def _ids(
         f'{shape}, a value per instance'
       )
     ids = jnp.where(mask, ids, -1)
-  if not isinstance(ids, Tracer) and ids.size:
-    highest = int(np.max(np.asarray(ids)))
+  values = known(ids)
+  if values is not None and values.size:
+    highest = int(values.max())
     if highest >= num_segments:
       raise ValueError(
         f'segment_ids holds {highest}, but there are num_segments='
@@ -94,8 +98,9 @@ def segment_pool(
     values: [B, N, D] or [N, D], float, features h of instances. What belongs to
       no segment may hold anything.
     scores: [B, N] or [N], float, attention before the softmax; -inf hides an
-      instance. Or a `Gate` for e_n = sum_a w_a tanh(t_na) sigmoid(u_na), which
-      is then computed in the same pass.
+      instance, which may then hold anything. Or a `Gate` for
+      e_n = sum_a w_a tanh(t_na) sigmoid(u_na), which is then computed in the
+      same pass.
     segment_ids: [B, N] or [N], int < num_segments, the segment of each instance
       within its row; -1 for none. Under jit, larger ones are none, too.
     num_segments: S >= 1.
@@ -132,6 +137,8 @@ def segment_pool(
   plain = None if isinstance(scores, Gate) else _float('scores', scores, rows)
   num_segments = int(num_segments)
   ids = _ids(segment_ids, mask, rows, num_segments)
+  if plain is not None:
+    ids = jnp.where(plain == -jnp.inf, -1, ids)
   single = values.ndim == 2
   if single:
     values, ids = values[None], ids[None]
@@ -140,9 +147,10 @@ def segment_pool(
       u = None if gate.sigmoid is None else gate.sigmoid[None]
       gate = Gate(gate.tanh[None], u, gate.weight)
   reason = vjp.refusal(values, plain, gate, num_segments)
-  check_implementation(implementation, reason)
+  check_implementation(implementation, reason, True)
   operands = values, plain, gate, ids
-  if implementation in ('xla', 'reference') or not values.size:
+  nothing = not values.size or (gate is not None and not gate.weight.size)
+  if implementation in ('xla', 'reference') or nothing:
     pooled, lse = reference.forward(*operands, num_segments)
     pooled = pooled.astype(values.dtype)
   else:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from kernels_pallas.common.platforms import by_platform
 from kernels_pallas.common.sharding import find_split, over_mesh
 from kernels_pallas.graph.pooling import reference
 from kernels_pallas.graph.pooling.gate import Gate
@@ -50,7 +51,8 @@ def _call(name: str, implementation: str | None, args: Any, *static: Any):
   values, scores, gate = args[:3]
   segments = static[0] if static else args[5].shape[1]
   plain = body(reference)
-  if implementation is None and refusal(values, scores, gate, segments):
+  reason = refusal(values, scores, gate, segments)
+  if implementation is None and reason:
     return plain(*args)
   # The bodies are imported where they are asked for: Triton's may be gone.
   from kernels_pallas.graph.pooling import gpu, tpu
@@ -59,10 +61,8 @@ def _call(name: str, implementation: str | None, args: Any, *static: Any):
     return body(tpu, interpret=True)(*args)
   if implementation == 'interpret_gpu':
     return body(gpu, interpret=True)(*args)
-  branches = {'tpu': body(tpu), 'cuda': body(gpu)}
-  if implementation is None:
-    branches['default'] = plain
-  return jax.lax.platform_dependent(*args, **branches)
+  bodies = {'tpu': reason or body(tpu), 'cuda': reason or body(gpu)}
+  return by_platform(implementation, plain, bodies, *args)
 
 
 def _over_rows(function: Callable[..., Any], args: Any, outputs: Any) -> Any:

@@ -180,6 +180,28 @@ def test_nothing_to_pool():
   np.testing.assert_array_equal(empty, np.zeros((2, 4, 3)))
 
 
+@pytest.mark.parametrize('path', [None, 'interpret', 'interpret_gpu'])
+def test_a_gate_without_units_weighs_all_alike(path):
+  gate = Gate(jnp.zeros((1, 4, 0)), None, jnp.zeros(0))
+  values = jnp.arange(8.0).reshape(1, 4, 2)
+  ids = np.array([[0, 0, 1, 1]])
+  pooled = segment_pool(values, gate, ids, 2, implementation=path)
+  np.testing.assert_allclose(pooled, [[[1, 2], [5, 6]]])
+
+
+@pytest.mark.parametrize('path', [None, 'xla', 'interpret_gpu'])
+def test_a_hidden_instance_may_be_anything(path):
+  values = jnp.array([[[1.0], [jnp.nan], [3.0]]])
+  scores = jnp.array([[0.0, -jnp.inf, 0.0]])
+  ids = np.zeros((1, 3), int)
+  call = lambda v, s: segment_pool(v, s, ids, 1, implementation=path)
+  out, pull = jax.vjp(jax.jit(call), values, scores)
+  np.testing.assert_allclose(out, [[[2.0]]])
+  dvalues, dscores = pull(jnp.ones_like(out))
+  np.testing.assert_allclose(dvalues[0, :, 0], [0.5, 0, 0.5])
+  np.testing.assert_allclose(dscores[0], [-0.5, 0, 0.5])
+
+
 def call(**changes):
   options = {
     'values': jnp.ones((2, 6, 3)),

@@ -1,5 +1,6 @@
 """Grouped products against a product per group in float64."""
 
+import functools
 import itertools
 
 import jax
@@ -19,6 +20,7 @@ from kernels_pallas.grouped_matmul import (
   block_tgmm,
   gather_rows,
   gmm,
+  gpu,
   scatter_rows,
   tgmm,
   tpu,
@@ -62,13 +64,17 @@ def test_products_equal_a_product_per_group(sizes, path):
   lhs, rhs, sizes = problem(sizes, 5, 7, extra=3)
   f32 = lambda x: jnp.asarray(x, jnp.float32)
   options = {'block': 16, 'implementation': path}
-  got = gmm(f32(lhs), f32(rhs), sizes, **options)
+  # Three rows of no group: their number is checked where it is known.
+  call = lambda f, *x, **more: jax.jit(functools.partial(f, **options, **more))(
+    *x, sizes
+  )
+  got = call(gmm, f32(lhs), f32(rhs))
   np.testing.assert_allclose(got, true_gmm(lhs, rhs, sizes), atol=2e-5)
   turned = f32(np.swapaxes(rhs, 1, 2))
-  got = gmm(f32(lhs), turned, sizes, transpose_rhs=True, **options)
+  got = call(gmm, f32(lhs), turned, transpose_rhs=True)
   np.testing.assert_allclose(got, true_gmm(lhs, rhs, sizes), atol=2e-5)
   other = np.random.default_rng(1).normal(size=(len(lhs), 7))
-  got = tgmm(f32(lhs), f32(other), sizes, **options)
+  got = call(tgmm, f32(lhs), f32(other))
   np.testing.assert_allclose(got, true_tgmm(lhs, other, sizes), atol=2e-5)
 
 
@@ -115,8 +121,10 @@ def test_gradients_of_first_and_second_order(path):
     mask = jnp.asarray(ids[:, None] == np.arange(4), jnp.float32)
     return jnp.einsum('mk,ekn,me->mn', lhs, rhs, mask)
 
+  under_jit = jax.jit(functools.partial(gmm, block=16, implementation=path))
+
   def ours(lhs, rhs):
-    return gmm(lhs, rhs, sizes, block=16, implementation=path)
+    return under_jit(lhs, rhs, sizes)
 
   def first(f):
     return jax.grad(lambda a, w: jnp.sin(f(a, w)).sum(), (0, 1))
@@ -165,7 +173,7 @@ def test_half_precision_sums_in_single(path):
 
 
 def test_long_blocks_are_cut_on_a_gpu():
-  lhs, rhs, sizes = problem([300, 0, 20], 5, 7, extra=3)
+  lhs, rhs, sizes = problem([300, 0, 20], 5, 7)
   f32 = lambda x: jnp.asarray(x, jnp.float32)
   got = gmm(
     f32(lhs), f32(rhs), sizes, block=256, implementation='interpret_gpu'
@@ -207,24 +215,101 @@ def test_the_products_read_only_what_was_written(tiles):
   np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-2)
 
 
-def test_bad_input_is_named():
+L, R, S = problem([3, 4], 5, 6)
+BAD = [
+  (ValueError, 'group_sizes has shape', lambda: gmm(L, R, S[:1])),
+  (ValueError, 'sum to 6, but there are 7', lambda: gmm(L, R, [3, 3])),
+  (ValueError, 'sum to 8, but there are 7', lambda: gmm(L, R, [3, 5])),
+  (ValueError, 'sum to 8', lambda: tgmm(L, L, [3, 5])),
+  (ValueError, 'group_sizes holds -1', lambda: gmm(L, R, [-1, 8])),
+  (TypeError, 'group_sizes has dtype', lambda: gmm(L, R, S.astype(float))),
+  (TypeError, 'group_sizes has dtype bool', lambda: gmm(L, R, S > 3)),
+  (ValueError, '5 columns', lambda: gmm(L, R, S, transpose_rhs=True)),
+  (ValueError, 'lhs has shape', lambda: gmm(L[0], R, S)),
+  (ValueError, 'rhs has shape', lambda: gmm(L, R[0], S)),
+  (ValueError, 'must be one of', lambda: gmm(L, R, S, implementation='cudnn')),
+  (ValueError, 'no CPU', lambda: gmm(L, R, S, implementation='pallas')),
+  (ValueError, 'block=0', lambda: gmm(L, R, S, block=0)),
+  (ValueError, 'block=16.5', lambda: gmm(L, R, S, block=16.5)),
+  (ValueError, 'tiles=8', lambda: gmm(L, R, S, tiles=8)),
+  (
+    ValueError,
+    'no multiple of 16',
+    lambda: gmm(L, R, S, block=8, implementation='interpret'),
+  ),
+  (
+    ValueError,
+    'neither a power of two',
+    lambda: gmm(L, R, S, block=48, implementation='interpret_gpu'),
+  ),
+  (
+    ValueError,
+    'neither float32',
+    lambda: gmm(
+      *(x.astype('float16') for x in (L, R)), S, implementation='interpret'
+    ),
+  ),
+  (TypeError, 'lhs has dtype int', lambda: block_gmm(L.astype(int), R, [0])),
+  (ValueError, 'equal blocks', lambda: block_gmm(L, R, [0, 0])),
+  (ValueError, 'ascend within', lambda: block_gmm(L[:6], R, [1, 0])),
+  (ValueError, 'ascend within', lambda: block_gmm(L[:6], R, [0, 3])),
+  (ValueError, 'ascend within', lambda: block_tgmm(L[:6], L[:6], [-1, 0], 2)),
+  (
+    ValueError,
+    'block must be at least 1',
+    lambda: block_layout(jnp.zeros(3, jnp.int32), 2, 0),
+  ),
+  (ValueError, 'differ in rows', lambda: block_tgmm(L, R[0], [0], 2)),
+  (ValueError, 'differ in rows', lambda: tgmm(L, L[:3], S)),
+]
+
+
+@pytest.mark.parametrize(('error', 'match', 'call'), BAD)
+def test_bad_input_is_named(error, match, call):
+  with pytest.raises(error, match=match):
+    call()
+
+
+def test_sizes_under_jit_are_clamped():
+  lhs, rhs, _ = problem([3, 4], 5, 6)
+  call = jax.jit(gmm)
+  got = call(lhs, rhs, np.array([3, 99]))
+  np.testing.assert_allclose(got, true_gmm(lhs, rhs, [3, 4]), atol=2e-5)
+  got = call(lhs, rhs, np.array([-5, 4]))
+  np.testing.assert_allclose(got, true_gmm(lhs, rhs, [0, 4]), atol=2e-5)
+
+
+@pytest.mark.parametrize('path', PATHS)
+def test_empty_arrays_give_empty_sums(path):
   lhs, rhs, sizes = problem([3, 4], 5, 6)
-  with pytest.raises(ValueError, match='group_sizes has shape'):
-    gmm(lhs, rhs, sizes[:1])
-  with pytest.raises(ValueError, match='5 columns'):
-    gmm(lhs, rhs, sizes, transpose_rhs=True)
-  with pytest.raises(ValueError, match='implementation'):
-    gmm(lhs, rhs, sizes, implementation='triton')
-  with pytest.raises(ValueError, match='no CPU body'):
-    gmm(lhs, rhs, sizes, implementation='pallas')
-  with pytest.raises(TypeError, match='lhs has dtype int'):
-    block_gmm(lhs.astype(np.int32), rhs, np.zeros(1, np.int32))
-  with pytest.raises(ValueError, match='equal blocks'):
-    block_gmm(lhs, rhs, np.zeros(2, np.int32))
-  with pytest.raises(ValueError, match='block must be at least 1'):
-    block_layout(jnp.zeros(3, jnp.int32), 2, 0)
-  with pytest.raises(ValueError, match='differ in rows'):
-    block_tgmm(lhs, rhs[0], np.zeros(1, np.int32), 2)
+  call = functools.partial(gmm, implementation=path)
+  none = np.zeros(2, np.int32)
+  assert call(lhs[:0], rhs, none).shape == (0, 6)
+  assert call(lhs[:0], rhs[:0], none[:0]).shape == (0, 6)
+  assert call(lhs, rhs[:, :, :0], sizes).shape == (7, 0)
+  np.testing.assert_array_equal(
+    call(lhs[:, :0], rhs[:, :0], sizes), np.zeros((7, 6))
+  )
+  got = jax.grad(lambda w: call(jnp.asarray(lhs[:0]), w, none).sum())(
+    jnp.asarray(rhs)
+  )
+  np.testing.assert_array_equal(got, np.zeros(rhs.shape))
+  assert tgmm(lhs[:0], lhs[:0], none, implementation=path).shape == (2, 5, 5)
+
+
+@pytest.mark.parametrize('path', PATHS)
+def test_one_operand_in_half_precision(path):
+  lhs, rhs, sizes = problem([20, 3], 40, 16)
+  half = jnp.asarray(lhs, jnp.bfloat16)
+  single = jnp.asarray(rhs, jnp.float32)
+  call = lambda a, w: gmm(a, w, sizes, block=16, implementation=path)
+  want = true_gmm(np.asarray(half, float), rhs, sizes)
+  got, pull = jax.vjp(call, half, single)
+  assert got.dtype == jnp.bfloat16
+  np.testing.assert_allclose(np.asarray(got, float), want, rtol=8e-3, atol=0.05)
+  assert [x.dtype for x in pull(got)] == [half.dtype, single.dtype]
+  flipped = call(jnp.asarray(lhs, jnp.float32), single.astype(jnp.bfloat16))
+  assert flipped.dtype == jnp.float32
 
 
 def test_columns_are_divided_and_nothing_is_gathered():
@@ -235,7 +320,7 @@ def test_columns_are_divided_and_nothing_is_gathered():
     loss = lambda a, w: jnp.sum(gmm(a, w, sizes, block=16) ** 2)
     return jax.value_and_grad(loss, (0, 1))(lhs, rhs)
 
-  want = both(lhs, rhs, sizes)
+  want = jax.jit(both)(lhs, rhs, sizes)
   where = jax.make_mesh(
     (2, 2), ('data', 'model'), axis_types=(AxisType.Auto,) * 2
   )
@@ -285,6 +370,43 @@ def each(chips, names, quick):
 QUICK = [
   (chip, 'small', 'bfloat16') for chip in ('v4:2x2x1', 'v5e:2x2', 'tpu7x:2x2x1')
 ]
+
+
+def lowered(platform, implementation, **options):
+  """A program for another machine, in text; float32."""
+  lhs, rhs, sizes = problem([300, 84], 128, 128)
+  call = functools.partial(gmm, implementation=implementation, **options)
+  args = lhs.astype('float32'), rhs.astype('float32'), sizes
+  traced = jax.jit(call).trace(*args)
+  return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_the_body_is_chosen_at_lowering():
+  for implementation in (None, 'pallas'):
+    text = lowered('tpu', implementation)
+    assert text.count('tpu_custom_call') == 1
+  assert 'tpu_custom_call' not in lowered('tpu', None, block=8)
+  with pytest.raises(ValueError, match='no multiple of 16'):
+    lowered('tpu', 'pallas', block=8)
+
+
+@pytest.mark.parametrize('module', [tpu, gpu])
+def test_single_precision_is_asked_for(module):
+  """Else a TPU rounds to bfloat16 and a GPU to TF32; no interpreter does."""
+  lhs, rhs, sizes = problem([20, 12], 16, 16)
+  layout = block_layout(jnp.repeat(jnp.arange(2), sizes), 2, 16)
+  rows = gather_rows(jnp.asarray(lhs, jnp.float32), layout)
+  calls = (
+    lambda: module.block_gmm(
+      rows, jnp.asarray(rhs, jnp.float32), layout.groups, False
+    ),
+    lambda: module.block_tgmm(rows, rows, layout.groups, 2),
+  )
+  for call in calls:
+    text = str(jax.make_jaxpr(call)())
+    dots = text.count('dot_general')
+    assert dots
+    assert text.count('Precision.HIGHEST') == 2 * dots
 
 
 @pytest.mark.aot

@@ -194,11 +194,32 @@ def test_memory_does_not_grow_with_the_square():
   assert memory.temp_size_in_bytes < 16 * queries * 2 * 64 * 4 + 2**24
 
 
+@pytest.mark.parametrize('path', ['xla', 'interpret_gpu'])
+def test_what_lies_beyond_the_end_may_be_anything(path):
+  rng = np.random.default_rng(0)
+  q, k, v = (
+    jnp.asarray(rng.normal(size=(2, 6, 1, 8)), 'float32') for _ in 'qkv'
+  )
+  lengths = np.array([4, 6])
+  beyond = (np.arange(6) >= lengths[:, None])[..., None, None]
+
+  def derive(k, v):
+    call = lambda *x: hstu_attention(*x, lengths=lengths, implementation=path)
+    out, pull = jax.vjp(jax.jit(call), q, k, v)
+    return out, *pull(out)
+
+  want = derive(k, v)
+  got = derive(*(jnp.where(beyond, jnp.nan, x) for x in (k, v)))
+  for a, b in zip(got, want, strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
 def test_nothing_to_attend_to():
   q, k = jnp.ones((1, 3, 2, 8)), jnp.ones((1, 0, 2, 8))
   out = hstu_attention(q, k, k)
   assert out.shape == (1, 3, 2, 8)
   assert not out.any()
+  assert hstu_attention(q, q, q[..., :0]).shape == (1, 3, 2, 0)
 
 
 def test_bad_input_is_named():

@@ -214,6 +214,49 @@ def test_memory_does_not_grow_with_the_history():
   assert temporary(items) < 9 * items * 4 * 64 * 4
 
 
+@pytest.mark.parametrize('path', BLOCKS)
+def test_what_lies_beyond_the_end_may_be_anything(path):
+  shape, case = Shape(2, 3, 40, 1, 8, 8), 'softmax-masked'
+  links, history, cotangents = operands(shape)
+  given = options(shape, case)
+  beyond = np.arange(shape.items) >= given['lengths'][:, None]
+  assert beyond.any()
+  for x in (*history, cotangents[1]):
+    x[beyond] = np.nan
+  found = derive(
+    *rounded((links, history, cotangents), 'float32'),
+    given,
+    implementation=path,
+  )
+  close(found, truth(shape, case), 1e-5)
+
+
+def test_second_order_of_the_loop():
+  links, history, _ = operands(Shape(1, 2, 5, 1, 4, 3))
+
+  def slope(path):
+    def value(q, k):
+      call = functools.partial(xor_attention, implementation=path)
+      both = call((q, *links[1:]), (history[0], k, history[2]), phi='softmax')
+      return sum(jnp.sum(jnp.sin(x)) for x in both)
+
+    total = lambda *x: sum(
+      jnp.sum(jnp.cos(g)) for g in jax.grad(value, (0, 1))(*x)
+    )
+    return jax.jit(jax.grad(total, (0, 1)))(links[0], history[1])
+
+  with jax.enable_x64(True):
+    for got, want in zip(slope('xla'), slope('reference'), strict=True):
+      np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
+
+
+def test_no_values_at_all():
+  links, history, _ = operands(Shape(1, 2, 5, 1, 4, 0))
+  of_links, of_items = xor_attention(links, history)
+  assert of_links.shape == (1, 2, 1, 0)
+  assert of_items.shape == (1, 5, 1, 0)
+
+
 def test_bad_input_is_named():
   links, history, _ = operands(Shape(2, 3, 7, 2, 8, 8))
   links, history = rounded((links, history), 'float32')
@@ -230,6 +273,8 @@ def test_bad_input_is_named():
     (ValueError, "phi='relu'", links, history, {'phi': 'relu'}),
     (ValueError, 'no use', links, history, {'phi': 'softmax', 'norm': 2.0}),
     (ValueError, 'norm holds -1', links, history, {'norm': -1.0}),
+    (TypeError, 'norm has dtype complex', links, history, {'norm': 1j}),
+    (TypeError, 'one number', links, history, {'scale': np.ones(2)}),
     (ValueError, 'scale=nan', links, history, {'scale': float('nan')}),
     (ValueError, 'history has 7 items', links, history, {'lengths': [8, 1]}),
     (ValueError, 'of links, of items', links, history, {'segment_ids': ids}),

@@ -13,6 +13,10 @@ fold is tested by a model that never saw it, and nothing is chosen on it: every
 model takes its last step. `--config.data.splits=` takes a split table or a
 folder of them instead. Look into `report/` first.
 
+Models led by text (vila_mil, concep_path, zero_shot; tmevolve if wished) take
+`--config.data.text=FILE`, embeddings by the text encoder that belongs to the
+features: `.npz` with an array per class under its name, or one array.
+
 New slides without labels, once training has ended:
 
   python experiments/main.py --config=configs/slides.py --mode=predict \
@@ -57,6 +61,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
       # Test each site whole, so that no model has seen its scanner.
       preserve_sites=False,
       encoder='',
+      # Embeddings by a text encoder (.npy, .npz, .pt), of classes or concepts.
+      text='',
       # error, or skip what is broken or has no label.
       incomplete='error',
       # grid, knn (patches that look alike), none, or auto: a grid where the

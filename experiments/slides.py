@@ -11,8 +11,10 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from flax import linen as nn
 
+from experiments import slides_text
 from experiments.slides_cohort import Fold, Study, load_study
 from experiments.slides_tasks import Task, make_task
 from tmlib import train
@@ -32,7 +34,12 @@ def make(config, workdir: Path | None = None) -> train.Experiment:
   """One part per fold, and a report over all of them."""
   with config_field('model'):
     options = network_options(config)
+    if not MODELS[config.model].needs_text:
+      # A mistake is told before thousands of files are looked at.
+      create_model(config.model, num_classes=2, **options)
   study = load_study(config, workdir)
+  config, text = _with_text(config, study)
+  options |= slides_text.options_of(config, text, study.dim)
   graph = graph_of(config, study.has_coords)
   plan = _plan(config, study)
   parts = {
@@ -43,7 +50,7 @@ def make(config, workdir: Path | None = None) -> train.Experiment:
   def report(folder: Path) -> None:
     from experiments import slides_report
 
-    slides_report.write(config, study, graph, folder)
+    slides_report.write(config, study, graph, folder, text)
 
   return train.Experiment(parts=parts, same_programs=True, report=report)
 
@@ -53,6 +60,23 @@ def predict(config, workdir: Path) -> int:
   from experiments import slides_predict
 
   return slides_predict.run(config, workdir)
+
+
+def _with_text(config, study: Study) -> tuple[Any, np.ndarray | None]:
+  """The embeddings of `data.text`, and a config that suits them."""
+  if not config.data.text:
+    return config, None
+  names: list[str] = []
+  if config.task == 'subtype':
+    names = np.unique(study.cohort.values['label'].astype(str)).tolist()
+  text = slides_text.read_text(config.data.text, names)
+  if names and len(text) == len(names):
+    logging.info('rows of data.text are, in this order: %s', ', '.join(names))
+  if text.shape[-1] == study.dim:
+    # Cosines of texts and features mean something as the encoder made them.
+    config = config.copy_and_resolve_references()
+    config.data.standardize = False
+  return config, text
 
 
 def network_options(config) -> dict[str, Any]:

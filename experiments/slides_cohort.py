@@ -94,6 +94,12 @@ def load_study(config, workdir: Path | None) -> Study:
       encoder=config.data.encoder,
       incomplete=config.data.incomplete,
     )
+  if 'survival' in config.task:
+    cohort = _with_zero_times(cohort)
+  # What was left out may be why the next check fails.
+  warn(cohort.findings)
+  if config.task == 'subtype':
+    _check_classes(cohort.values['label'].astype(str))
   kept = [scan[path] for group in cohort.files for path in group]
   folds, more = _folds(config, cohort)
   findings = (*cohort.findings, *more)
@@ -121,6 +127,25 @@ def _check_choices(config) -> None:
   ):
     if value not in known:
       raise ValueError(f'{name}={value!r} must be one of {", ".join(known)}')
+  for name, value, least in (
+    ('data.folds', config.data.folds, 2),
+    ('data.neighbours', config.data.neighbours, 1),
+    ('data.max_patches', config.data.max_patches, 0),
+    ('epochs', config.epochs, 0),
+    ('min_steps', config.min_steps, 0),
+    ('train.steps', config.train.steps, 0),
+    ('train.batch_size', config.train.batch_size, 1),
+    ('train.eval_batch_size', config.train.eval_batch_size, 1),
+    ('loss.bins', config.loss.bins, 2),
+  ):
+    if value < least:
+      raise ValueError(f'{name}={value} must be at least {least}')
+  for name in ('alpha', 'label_smoothing'):
+    value, most = config.loss[name], name == 'alpha'
+    if not 0 <= value <= 1 or (value == 1 and not most):
+      raise ValueError(
+        f'loss.{name}={value} must be in [0, 1{"]" if most else ")"}'
+      )
   if config.data.sampler == 'events' and 'survival' not in config.task:
     raise ValueError("data.sampler='events' needs a survival task")
   if config.data.sampler == 'balanced' and config.task != 'subtype':
@@ -187,6 +212,30 @@ def _folds(config, cohort) -> tuple[tuple[Fold, ...], tuple[str, ...]]:
   ), ()
 
 
+def _check_classes(texts: np.ndarray) -> None:
+  classes = np.unique(texts).tolist()
+  if len(classes) < 2:
+    raise ValueError(
+      f'data.labels: all {len(texts)} bags have label {classes[0]!r}; '
+      'classification needs at least two classes'
+    )
+  own = len(classes) == len(texts) > 2
+  if own or len(classes) > max(20, len(texts) / 2):
+    raise ValueError(
+      f'data.labels: {len(classes)} different labels for {len(texts)} bags, '
+      f'such as {classes[0]!r}; is data.label_column the right one? Numbers '
+      'are predicted by --config.task=expression'
+    )
+  plain: dict[str, str] = {}
+  for name in classes:
+    other = plain.setdefault(' '.join(name.lower().split()), name)
+    if other != name:
+      raise ValueError(
+        f'data.labels: the labels {other!r} and {name!r} differ in case or '
+        'blanks only; write one of them throughout'
+      )
+
+
 def _check_class_sizes(config, cohort) -> None:
   names, index = np.unique(
     cohort.values['label'].astype(str), return_inverse=True
@@ -199,6 +248,19 @@ def _check_class_sizes(config, cohort) -> None:
         f'data.folds={config.data.folds}: a fold would be tested without it. '
         'Lower data.folds, or look whether data.label_column is the right one'
       )
+
+
+def _with_zero_times(cohort: slides.Cohort) -> slides.Cohort:
+  """Cohort with the finding that some were never followed up."""
+  zero = np.flatnonzero(cohort.values['time'] == 0).tolist()
+  if not zero:
+    return cohort
+  names = ', '.join(cohort.names[i] for i in zero[:5])
+  text = (
+    f'{len(zero)} of {len(cohort.names)} bags have a follow-up time of zero: '
+    f'{names}{", ..." if len(zero) > 5 else ""}'
+  )
+  return cohort._replace(findings=(*cohort.findings, text))
 
 
 def _given_splits(config, cohort) -> tuple[tuple[Fold, ...], tuple[str, ...]]:
@@ -243,14 +305,14 @@ def _announce(config, study: Study) -> None:
     if not event.any():
       raise ValueError(
         'data.event_column: all patients are censored, so there is nothing to '
-        'learn; a column that starts with "censor" means 1 = censored'
+        'learn; a column whose name says "censor" means 1 = censored'
       )
   lines.append(f'{len(study.folds)} models: ' + ', '.join(
     f'{f.name} {len(f.train)} + {len(f.test)}' for f in study.folds[:10]
   ) + ' bags (train + test)')  # fmt: skip
   for line in lines:
     logging.info('%s', line)
-  warn(study.findings)
+  warn(study.findings[len(cohort.findings) :])
 
 
 def _synthetic(config, workdir: Path | None) -> tuple[str, str]:

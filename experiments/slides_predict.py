@@ -16,7 +16,7 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from experiments import slides as runner
-from experiments import slides_cohort
+from experiments import slides_cohort, slides_text
 from tmlib import train
 from tmlib.config import config_field
 from tmlib.data import bucket_size, slides
@@ -27,8 +27,9 @@ __all__ = ['Predictor', 'run', 'write_heatmaps', 'write_study']
 
 
 def write_study(
-  config, study: Any, graph: str, metas: Sequence[dict], workdir: Path
-) -> None:
+  config, study: Any, graph: str, metas: Sequence[dict], workdir: Path,
+  text: np.ndarray | None = None,
+) -> None:  # fmt: skip
   """Leaves in the workdir what a prediction needs beside the parameters."""
   names = [fold.name for fold in study.folds]
   facts = {
@@ -40,6 +41,8 @@ def write_study(
     'metas': list(metas),
   }
   (workdir / 'study.json').write_text(json.dumps(facts, indent=2) + '\n')
+  if text is not None:
+    np.save(workdir / 'text.npy', text)
   for fold in study.folds:
     found = runner.scaling(config, study, fold)
     if found is not None:
@@ -82,6 +85,9 @@ class Predictor:
         np.stack([file[k] for file in files]) for k in ('mean', 'std')
       )
     options = runner.network_options(self.config)
+    if self.config.data.text:
+      text = np.load(workdir / 'text.npy')
+      options |= slides_text.options_of(self.config, text, self.dim)
     self._model = runner.make_network(
       self.config, self.dim, self._num_outputs(), options
     )

@@ -35,12 +35,14 @@ does not tell what other training runs would give. {pooling}
 """
 
 
-def write(config, study: Study, graph: str, workdir: Path) -> None:
+def write(
+  config, study: Study, graph: str, workdir: Path, text: Any = None
+) -> None:
   """Writes report/: table.md, folds.csv, pictures; and study.json."""
   out = workdir / 'report'
   tasks = [make_task(config, study, fold) for fold in study.folds]
   metas = [task.meta for task in tasks]
-  slides_predict.write_study(config, study, graph, metas, workdir)
+  slides_predict.write_study(config, study, graph, metas, workdir, text)
   found = [_read(workdir / fold.name) for fold in study.folds]
   rows = []
   for fold, one, task in zip(study.folds, found, tasks, strict=True):
@@ -58,8 +60,7 @@ def write(config, study: Study, graph: str, workdir: Path) -> None:
   )
   twice = len(np.unique(pooled['id'])) < len(pooled['id'])
   headline = _pictures(config, study, metas[0], pooled, out, twice)
-  text = _markdown(config, study, rows, headline)
-  (out / 'table.md').write_text(text)
+  (out / 'table.md').write_text(_markdown(config, study, rows, headline))
   _heatmaps(config, study, found, workdir)
 
 

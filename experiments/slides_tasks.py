@@ -66,7 +66,6 @@ def aux_weights(config) -> dict[str, float]:
 def _subtype(config, study, fold) -> Task:
   texts = study.cohort.values['label'].astype(str)
   classes = np.unique(texts)
-  _check_classes(classes.tolist(), texts)
   label = np.searchsorted(classes, texts).astype(np.int32)
   counts = np.bincount(label[fold.train], minlength=len(classes))
   if not counts.all():
@@ -102,33 +101,14 @@ def _subtype(config, study, fold) -> Task:
   )  # fmt: skip
 
 
-def _check_classes(classes: list[str], texts: np.ndarray) -> None:
-  if len(classes) < 2:
-    raise ValueError(
-      f'data.labels: all {len(texts)} bags have label {classes[0]!r}; '
-      'classification needs at least two classes'
-    )
-  if len(classes) > max(20, len(texts) / 2):
-    raise ValueError(
-      f'data.labels: {len(classes)} different labels for {len(texts)} bags, '
-      f'such as {classes[0]!r}; is data.label_column the right one? Numbers '
-      'are predicted by --config.task=expression'
-    )
-  plain: dict[str, str] = {}
-  for name in classes:
-    other = plain.setdefault(' '.join(name.lower().split()), name)
-    if other != name:
-      raise ValueError(
-        f'data.labels: the labels {other!r} and {name!r} differ in case or '
-        'blanks only; write one of them throughout'
-      )
-
-
 def _survival(config, study, fold) -> Task:
   time, event = (study.cohort.values[k] for k in ('time', 'event'))
   arrays = {'time': time.astype(np.float32), 'event': event.astype(np.float32)}
   if not event[fold.train].any():
-    raise ValueError(f'{fold.name}: all training patients are censored')
+    raise ValueError(
+      f'{fold.name}: all {len(fold.train)} training patients are censored, so '
+      'there is nothing to learn; lower data.folds, or give data.splits'
+    )
   meta: dict[str, Any] = {}
   if config.task == 'survival_nll':
     with config_field('loss.bins'):

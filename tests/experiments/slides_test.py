@@ -178,6 +178,50 @@ def test_other_tasks_end_to_end(tmp_path, task, model, words):
 
 
 @pytest.mark.slow
+def test_an_untrained_zero_shot_model_is_cosines_with_named_texts(tmp_path):
+  features = write_slides(tmp_path / 'f', 8)
+  labels = write_labels(tmp_path / 'l.csv', 8)
+  rng = np.random.default_rng(0)
+  texts = {name: rng.normal(size=5) for name in reversed(LABELS)}
+  np.savez(tmp_path / 't.npz', **texts)
+  config = tiny(
+    features, labels, model='zero_shot', epochs=0, min_steps=0,
+    **{'data.text': str(tmp_path / 't.npz'), 'train.steps': 0},
+  )  # fmt: skip
+  config.report.heatmaps = 0
+  assert run(config, tmp_path / 'run') == 0
+  predictor = slides_predict.Predictor(tmp_path / 'run', [0])
+  unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)
+  for i in range(3):
+    reader = predictor.reader([(features / f's{i}.h5',)])
+    found = predictor(reader.read(0))['outputs'][0]
+    x = unit(reader.slides(0)[0].features)
+    cosine = np.stack([x @ unit(texts[name]) for name in LABELS], 1)
+    odds = np.exp(cosine.mean(0) / 0.07)
+    np.testing.assert_allclose(found, odds / odds.sum(), atol=1e-5)
+
+
+def test_texts_that_do_not_fit_are_named(good):
+  root, features, labels = good
+  np.save(root / 't.npy', np.ones((3, 5)))
+  np.savez(root / 't.npz', a=np.ones(5), b=np.ones(5))
+  (root / 't.csv').write_text('1')
+  for fields, match in (
+    ({'model': 'vila_mil'}, r"'vila_mil' needs --config\.data\.text=FILE"),
+    ({'model': 'abmil', 'data.text': 't.npy'}, "'abmil' reads no text"),
+    ({'model': 'vila_mil', 'data.text': 't.npy'}, r'shape \(3, 5\), expected'),
+    ({'model': 'vila_mil', 'data.text': 't.npz'}, 'holds a, b; .* normal'),
+    ({'model': 'vila_mil', 'data.text': 't.csv'}, r'from \.npy, \.npz or'),
+    ({'model': 'vila_mil', 'data.text': 'u.npy'}, r'data\.text: no file'),
+  ):
+    if 'data.text' in fields:
+      fields['data.text'] = str(root / fields['data.text'])
+    with pytest.raises((ValueError, OSError), match=match) as error:
+      slides.make(tiny(features, labels, **fields), root / 'run')
+    assert cli.is_expected(error.value)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('model', ['tmevolve', 'clam_sb', 'dsmil', 'transmil'])
 def test_models_by_name(tmp_path, model):
   config = cli.load_config(f'{CONFIG}:tiny')
@@ -225,6 +269,14 @@ def good_fixture(tmp_path):
     ({'network.options': ('gated',)}, 'must look like name=value'),
     ({'network.options': ('gatd=True',)}, "no option 'gatd'; did you mean"),
     ({'data.splits': 'none.csv'}, 'no table at'),
+    ({'data.folds': 1}, r'data\.folds=1 must be at least 2'),
+    ({'data.max_patches': -1}, r'data\.max_patches=-1 must be at least 0'),
+    ({'train.batch_size': 0}, r'train\.batch_size=0 must be at least 1'),
+    ({'epochs': -1}, 'epochs=-1 must be at least 0'),
+    ({'loss.label_smoothing': 1.0}, r'loss\.label_smoothing=1\.0 must be in'),
+    ({'loss.alpha': 1.5}, r'loss\.alpha=1\.5 must be in \[0, 1\]'),
+    ({'network.dropout': 1.0}, r'model: dropout=1\.0 must be in \[0, 1\)'),
+    ({'network.hidden': 0}, 'model: hidden=0 must be an integer >= 1'),
   ],
 )
 def test_mistakes_name_field_value_and_fix(good, monkeypatch, fields, match):
@@ -251,6 +303,11 @@ def test_a_mistake_is_one_line(good, capsys):
   ('rows', 'match'),
   [
     ([('a', 's0', 'x'), ('b', 's1', 'x')], "all 2 bags have label 'x'"),
+    ([('a', 's0', 'x')], "all 1 bags have label 'x'"),
+    (
+      [(i, f's{i}', 0.1 * i) for i in range(6)],
+      'data.labels: 6 different labels for 6 bags.*--config.task=expression',
+    ),
     ([('a', 's0', 'x'), ('b', 's0', 'y')], 's0 appears twice'),
     ([('a', 's0', 'x'), ('b', 's1', '')], 'line 3: label is empty'),
     (
@@ -308,7 +365,7 @@ def test_leakage_across_given_splits(good):
     slides.make(config, root / 'run')
 
 
-def test_all_censored_and_bins(good):
+def test_all_censored_and_bins(good, caplog):
   root, features, _ = good
   header = 'case_id,slide_id,survival_months,censorship'
   rows = [(f'p{i}', f's{i}', i + 1, 1) for i in range(6)]
@@ -321,6 +378,12 @@ def test_all_censored_and_bins(good):
   config = tiny(features, path, task='survival_nll', **{'loss.bins': 9})
   with pytest.raises(ValueError, match=r'loss\.bins: num_bins=9'):
     slides.make(config, root / 'run')
+  rows = [(f'p{i}', f's{i}', i, int(i > 0)) for i in range(6)]
+  path = write_csv(root / 'one.csv', header, rows)
+  config = tiny(features, path, task='survival_cox')
+  with pytest.raises(ValueError, match=r'all 3 training patients.*data\.folds'):
+    slides.make(config, root / 'run')
+  assert '1 of 6 bags have a follow-up time of zero: p0' in caplog.text
 
 
 def test_a_stream_may_be_lengthened_and_reads_what_it_did(good):

@@ -32,6 +32,7 @@ last step, and feature scaling, class weights and bins of time are of training
 bags. `pooled` puts the tested bags of all folds together; its interval is a
 bootstrap over patients ({samples} samples, 95 %, BCa), for these models: it
 does not tell what other training runs would give. {pooling}
+{patients}
 """
 
 
@@ -44,12 +45,18 @@ def write(
   metas = [task.meta for task in tasks]
   slides_predict.write_study(config, study, graph, metas, workdir, text)
   found = [_read(workdir / fold.name) for fold in study.folds]
+  merged = [_by_patient(study.cohort, one) for one in found]
   rows = []
-  for fold, one, task in zip(study.folds, found, tasks, strict=True):
+  for k, (fold, one, task) in enumerate(
+    zip(study.folds, found, tasks, strict=True)
+  ):
     row = {'fold': fold.name, 'train': len(fold.train), 'test': len(one['id'])}
     metrics = task.summarize(one, {})
     if config.task.startswith('survival'):
       metrics['c_index_ipcw'] = _ipcw(study, fold, one)
+    if all(merged):
+      of_patients = task.summarize(merged[k], {})
+      metrics |= {f'patient_{k}': value for k, value in of_patients.items()}
     rows.append(row | metrics)
   _write_csv(out / 'folds.csv', rows)
   pooled = {
@@ -93,6 +100,33 @@ def _read(folder: Path) -> dict[str, np.ndarray]:
   for key in ('target', 'prediction'):
     if key in found and found[key].ndim == 1:
       found[key] = found[key][:, None]
+  return found
+
+
+def _by_patient(
+  cohort: Any, one: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+  """Outputs averaged over the slides of a patient (late fusion).
+
+  Empty where nobody in the cohort has several bags, or slides of one patient
+  are of different classes: then there is no class of the patient.
+  """
+  if len(set(cohort.cases)) == len(cohort.cases):
+    return {}
+  cases = np.array([cohort.cases[i] for i in one['id']])
+  _, first, owner = np.unique(cases, return_index=True, return_inverse=True)
+  truth = [k for k in ('label', 'time', 'event', 'target') if k in one]
+  if any((one[k] != one[k][first][owner]).any() for k in truth):
+    return {}
+  found = {key: one[key][first] for key in (*truth, 'id')}
+  count = np.bincount(owner)
+  for key in ('probability', 'risk', 'prediction'):
+    if key in one:
+      values = one[key].reshape(len(owner), -1)
+      total = np.zeros((len(first), values.shape[1]))
+      np.add.at(total, owner, values)
+      mean = total / count[:, None]
+      found[key] = mean.reshape(len(first), *one[key].shape[1:])
   return found
 
 
@@ -204,7 +238,17 @@ def _markdown(config, study: Study, rows, headline) -> str:
   pooling = (
     'Scores of different models are compared there, which may cost a little.'
   )
-  lines.append(_NOTE.format(samples=config.report.bootstrap, pooling=pooling))
+  patients = ''
+  if any(name.startswith('patient_') for name in names):
+    patients = (
+      'Figures of `patient_` are of the mean over the slides of a patient.'
+    )
+  lines.append(
+    _NOTE.format(
+      samples=config.report.bootstrap, pooling=pooling, patients=patients
+    ).rstrip()
+    + '\n'
+  )
   lines += ['## Data', '']
   lines += [f'- {text}' for text in study.findings or ('nothing to report',)]
   return '\n'.join(lines) + '\n'

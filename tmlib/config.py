@@ -69,6 +69,8 @@ def config_field(name: str) -> Iterator[None]:
     raise TypeError(f'{name}: {error}') from error
   except ValueError as error:
     raise ValueError(f'{name}: {error}') from error
+  except OSError as error:
+    raise type(error)(f'{name}: {error}') from error
 
 
 def identity(config: ConfigDict) -> dict:

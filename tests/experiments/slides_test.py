@@ -8,7 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import cli, slides, slides_cohort, slides_predict
+from experiments import (
+  cli,
+  slides,
+  slides_cohort,
+  slides_predict,
+  slides_report,
+)
 from tests.data.slides.support import (
   features_of,
   grid_coords,
@@ -16,6 +22,7 @@ from tests.data.slides.support import (
   write_csv,
 )
 from tmlib import train
+from tmlib.data.slides import Cohort
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = ROOT / 'configs' / 'slides.py'
@@ -137,6 +144,24 @@ def test_new_slides_without_labels(trained):
   del config
 
 
+def test_slides_of_a_patient_are_averaged():
+  none = ('',) * 4
+  cohort = Cohort(none, ('p', 'q', 'p', 'q'), none, ((),) * 4, {})
+  one = {
+    'id': np.array([1, 2, 0]), 'time': np.array([4.0, 3, 3]),
+    'event': np.array([0.0, 1, 1]), 'risk': np.array([1.0, 5, 2]),
+    'probability': np.array([[1.0, 0], [0.4, 0.6], [0, 1]]),
+  }  # fmt: skip
+  found = slides_report._by_patient(cohort, one)
+  assert found['time'].tolist() == [3, 4]
+  assert found['risk'].tolist() == [3.5, 1]
+  np.testing.assert_allclose(found['probability'], [[0.2, 0.8], [1, 0]])
+  # No time of the patient where their slides have two; nothing to average.
+  assert not slides_report._by_patient(cohort, one | {'time': np.arange(3)})
+  single = cohort._replace(cases=('p', 'q', 'r', 's'))
+  assert not slides_report._by_patient(single, one)
+
+
 def test_predicting_what_does_not_fit_is_named(trained, tmp_path):
   root, _ = trained
   config = cli.load_config(str(CONFIG))
@@ -153,7 +178,7 @@ def test_predicting_what_does_not_fit_is_named(trained, tmp_path):
 @pytest.mark.parametrize(
   ('task', 'model', 'words'),
   [
-    ('survival_nll', 'clam_sb', ['C-index', 'Log-rank', 'c_index_ipcw']),
+    ('survival_nll', 'clam_sb', ['Log-rank', 'c_index_ipcw', 'C-index']),
     ('survival_nll', 'dsmil', ['C-index', 'Log-rank']),
     ('survival_cox', 'tmevolve', ['C-index', 'Log-rank']),
     ('survival_cox', 'dtfd', ['C-index', 'Log-rank']),
@@ -253,8 +278,8 @@ def good_fixture(tmp_path):
   [
     ({'data.features': ''}, r'data\.features is empty; pass --config'),
     ({'data.labels': ''}, r'data\.labels is empty'),
-    ({'data.features': 'featurs'}, r'data\.features: no folder|no folder'),
-    ({'data.labels': 'none.csv'}, 'no table at'),
+    ({'data.features': 'featurs'}, r'^data\.features: no folder'),
+    ({'data.labels': 'none.csv'}, r'^data\.labels: no table at'),
     ({'task': 'subtyping'}, "task='subtyping' must be one of subtype"),
     ({'task': 'survival_nll'}, r'data\.labels: .*no column survival_months'),
     ({'model': 'tmevolv'}, r"model: unknown model 'tmevolv'; did you mean"),
@@ -268,7 +293,7 @@ def good_fixture(tmp_path):
     ({'train.runs': 3}, 'train.runs=3'),
     ({'network.options': ('gated',)}, 'must look like name=value'),
     ({'network.options': ('gatd=True',)}, "no option 'gatd'; did you mean"),
-    ({'data.splits': 'none.csv'}, 'no table at'),
+    ({'data.splits': 'none.csv'}, r'^data\.splits: no table at'),
     ({'data.folds': 1}, r'data\.folds=1 must be at least 2'),
     ({'data.max_patches': -1}, r'data\.max_patches=-1 must be at least 0'),
     ({'train.batch_size': 0}, r'train\.batch_size=0 must be at least 1'),

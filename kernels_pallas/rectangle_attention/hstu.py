@@ -25,6 +25,7 @@ from kernels_pallas.common.checks import (
 )
 from kernels_pallas.softmax_attention import reference, vjp
 from kernels_pallas.softmax_attention.options import Blocks, Config, Rows
+from kernels_pallas.tuning.table import find_blocks
 
 __all__ = ['hstu_attention']
 
@@ -52,6 +53,13 @@ def _bias(bias: Any, q: jax.Array, keys: int) -> jax.Array | None:
       f'{queries}, {keys}], heads before queries'
     )
   return bias
+
+
+def _blocks(q: jax.Array, v: jax.Array) -> Blocks | None:
+  """Of the table for this chip, where it has some: those without a bias."""
+  lanes = -(-max(q.shape[3], v.shape[3]) // 128) * 128
+  found = find_blocks('hstu_attention', f'{q.dtype} {lanes}')
+  return Blocks(*found) if found else None
 
 
 def hstu_attention(
@@ -119,6 +127,8 @@ def hstu_attention(
   batch, queries, heads, dim = q.shape
   keys = k.shape[1]
   number, offset = checked_offset(query_offset, batch)
+  if blocks is None and bias is None:
+    blocks = _blocks(q, v)
   config = Config(
     checked_scale(scale, dim), bool(causal), window, number, 'silu', blocks
   )

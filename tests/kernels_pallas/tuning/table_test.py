@@ -7,6 +7,7 @@ import pytest
 
 from kernels_pallas.grouped_matmul import api as gmm_api
 from kernels_pallas.grouped_matmul import gmm
+from kernels_pallas.rectangle_attention import hstu_attention
 from kernels_pallas.softmax_attention import Blocks, attention
 from kernels_pallas.tuning import CHIPS, all_cases, find_kernels
 from kernels_pallas.tuning import table as tables
@@ -32,7 +33,9 @@ def test_a_wrong_table_names_what_is_wrong(before, after, message):
 
 def test_the_shipped_table_is_valid_and_lazy(monkeypatch):
   shipped = tables._shipped()
-  assert {x.op for x in all_cases()} >= {op.split('_')[0] for op in shipped}
+  ends = '_forward', '_backward'
+  ops = {op.removesuffix(ends[0]).removesuffix(ends[1]) for op in shipped}
+  assert {x.op for x in all_cases()} >= ops
   for op, chips in shipped.items():
     for chip, rows in chips.items():
       for key, sizes in rows.items():
@@ -98,6 +101,22 @@ def test_attention_asks_the_table_unless_its_tiles_hold_more():
   assert tiles('v5e') == [chosen, (4, 4)]
   assert tiles('v4') == [(4, 4), (4, 4)]
   assert tiles('v5e', Blocks(256, 128)) == [(8, 16), (8, 16)]
+
+
+def test_hstu_asks_the_table_unless_there_is_a_bias():
+  q = jax.ShapeDtypeStruct((1, 2048, 1, 64), jnp.bfloat16)
+  bias = jax.ShapeDtypeStruct((1, 1, 2048, 2048), jnp.bfloat16)
+
+  def tiles(chip):
+    plain = lambda q, _: hstu_attention(q, q, q)
+    biased = lambda q, bias: hstu_attention(q, q, q, bias=bias)
+    return [
+      find_kernels(f, (q, bias), CHIPS[chip])[0].grid[2:]
+      for f in (plain, biased)
+    ]
+
+  assert tiles('v6e') == [(2, 2), (4, 4)]
+  assert tiles('v4') == [(4, 4), (4, 4)]
 
 
 def test_tiles_do_not_change_a_product():

@@ -10,7 +10,8 @@ belongs to a query or key lies in HBM as a row, and becomes a column once for
 all tiles that need it. Tiles that the mask leaves whole skip the mask, and
 those that it empties are skipped; their operands are not fetched if causality
 or the window says so. A tile is worked on in parts, so that fewer of its logits
-have to be stored.
+have to be stored. Keys are rotated in single precision, by cosines and sines
+that hold the scale and are rounded like the keys.
 """
 
 import functools
@@ -48,12 +49,14 @@ from kernels_pallas.softmax_attention.tpu_tile import (
   column_scratch,
   fill_columns,
   in_parts,
+  key_gain,
   key_scratch,
   over_tiles,
   query_logits,
   rotate,
   seen_keys,
   sides,
+  to_logits,
   to_row,
   turn_once,
   turned,
@@ -109,11 +112,11 @@ def _logits_in_parts(
   diagonal: Any,
 ) -> Iterator[tuple[Any, jax.Array, jax.Array | None]]:
   """Rows of queries, their logits of a tile, and which of them are seen."""
-  k = turned_keys(plan, refs, space, j)
+  k = turned_keys(plan, refs, space, j, diagonal)
 
   def product(rows):
     keys = seen_keys(plan, diagonal, rows).size
-    return dot(refs.q[rows, :], k[:keys], transpose=True)
+    return dot(refs.q[rows, :], k(keys), transpose=True)
 
   for rows, x in in_parts(plan.t, product):
     yield rows, *query_logits(plan.config, refs, space, rows, x, mask)
@@ -235,7 +238,7 @@ def _query_slopes(
   plan: Plan,
   refs: Operands,
   space: dict[str, Any],
-  k: jax.Array,
+  k: Callable[[int], jax.Array],
   mask: Any,
   diagonal: bool,
 ) -> Iterator[tuple[Any, jax.Array]]:
@@ -245,7 +248,7 @@ def _query_slopes(
   def product(rows):
     keys = seen_keys(plan, diagonal, rows).size
     return (
-      dot(refs.q[rows, :], k[:keys], transpose=True),
+      dot(refs.q[rows, :], k(keys), transpose=True),
       dot(refs.g[rows, :], v[:keys], transpose=True),
     )
 
@@ -259,7 +262,7 @@ def _query_slopes(
 
 
 def _dq_body(refs, outputs, space, *, plan):
-  config, acc = plan.config, space['acc']
+  acc = space['acc']
   i, j = pl.program_id(2), pl.program_id(3)
 
   @pl.when(j == 0)
@@ -270,20 +273,21 @@ def _dq_body(refs, outputs, space, *, plan):
   turn_once(plan, refs, space, i, j)
 
   def step(mask, diagonal):
-    k = turned_keys(plan, refs, space, j)
+    k = turned_keys(plan, refs, space, j, diagonal)
     for rows, slope in _query_slopes(plan, refs, space, k, mask, diagonal):
-      acc[rows, :] += dot(slope, k[: slope.shape[1]])
+      acc[rows, :] += dot(slope, k(slope.shape[1]))
 
   over_tiles(plan, refs, pl.program_id(0), i, j, step)
 
   @pl.when(j == plan.m - 1)
   def _():
-    outputs[0][...] = (acc[...] * config.scale).astype(outputs[0].dtype)
+    dq = acc[...] * key_gain(plan.config, refs)
+    outputs[0][...] = dq.astype(outputs[0].dtype)
 
 
 def _key_logits(config, refs, space, rows, queries, x, mask):
   """`query_logits` with the keys `rows` in rows and `queries` in lanes."""
-  x *= config.scale * tiles.unit(config.weights)
+  x = to_logits(config, refs, x)
   if refs.bias is not None:
     x += column_of(space, 'bias', rows, x.shape[1])
   seen = None
@@ -340,7 +344,7 @@ def _dkv_body(refs, outputs, space, *, plan):
 
   @pl.when(count == plan.n * plan.share - 1)
   def _():
-    total = dk[...] * config.scale
+    total = dk[...] * key_gain(config, refs)
     if refs.table is not None:
       total = rotate(total, refs.table[...], back=True)
     outputs[0][...] = total.astype(outputs[0].dtype)
@@ -435,7 +439,7 @@ def _dpairs_body(refs, outputs, space, *, plan, locate):
 
   def step(mask, diagonal):
     fill_columns(refs, space)
-    k = turned(refs)
+    k = turned_keys(plan, refs, space, j, diagonal)
     for rows, slope in _query_slopes(plan, refs, space, k, mask, diagonal):
       acc[rows, pl.ds(0, slope.shape[1])] += slope
 

@@ -134,7 +134,10 @@ def prepare(
     pairs = jnp.maximum(pairs, tiles.HIDDEN)
     pairs = pad_axis(pad_axis(pairs, 2, queries), 3, keys)
   if halves:
-    table = pad_axis(expand_table(table, wide.shape[-1]), 1, keys)
+    # Rotated keys hold the scale: products of them are logits.
+    table = table * (config.scale * tiles.unit(config.weights))
+    table = expand_table(table, wide.shape[-1]).astype(k.dtype)
+    table = pad_axis(table, 1, keys)
   return plan, Operands(
     wide,
     head_major(k, keys, halves),

@@ -23,12 +23,14 @@ __all__ = [
   'column_scratch',
   'fill_columns',
   'in_parts',
+  'key_gain',
   'key_scratch',
   'over_tiles',
   'query_logits',
   'rotate',
   'seen_keys',
   'sides',
+  'to_logits',
   'to_row',
   'turn_once',
   'turned',
@@ -56,21 +58,26 @@ def wide(column: jax.Array, size: int) -> jax.Array:
   return column if size == LANES else jnp.tile(column, (1, size // LANES))
 
 
-def _swap(x: jax.Array) -> jax.Array:
-  """Exchanges the halves of the lanes."""
-  half = x.shape[1] // 2
-  if x.dtype != jnp.bfloat16:
-    return pltpu.roll(x, half, 1)
-  # Two rows at a time, as they lie in a register.
-  pairs = pltpu.roll(pltpu.bitcast(x, jnp.uint32), half, 1)
-  return pltpu.bitcast(pairs, x.dtype)
-
-
 def rotate(x: jax.Array, table: jax.Array, back: bool = False) -> jax.Array:
-  """`tiles.rotate` by the table of `tpu_grid.prepare`."""
+  """`tiles.rotate` by the table of `tpu_grid.prepare`; [N, D] in float32."""
   cos, sin = jnp.split(table, 2, 1)
-  a, b = x.astype(jnp.float32) * cos, _swap(x).astype(jnp.float32) * sin
-  return (a - b if back else a + b).astype(x.dtype)
+  x = x.astype(jnp.float32)
+  a, b = x * cos, pltpu.roll(x, x.shape[1] // 2, 1) * sin
+  return a - b if back else a + b
+
+
+def to_logits(config: Config, refs: Operands, x: jax.Array) -> jax.Array:
+  """Of products of queries and turned keys; the table holds the scale."""
+  if refs.table is not None:
+    return x
+  return x * (config.scale * tiles.unit(config.weights))
+
+
+def key_gain(config: Config, refs: Operands) -> float:
+  """What a sum of slopes and turned keys, or the like, lacks as a gradient."""
+  if refs.table is None:
+    return config.scale
+  return 1 / tiles.unit(config.weights)
 
 
 def key_scratch(plan: Plan, operands: Operands) -> dict[str, Any]:
@@ -84,7 +91,15 @@ def key_scratch(plan: Plan, operands: Operands) -> dict[str, Any]:
 def turned(refs: Operands) -> jax.Array:
   """The keys of a tile, rotated if they are to be."""
   k = refs.k[...]
-  return k if refs.table is None else rotate(k, refs.table[...])
+  return k if refs.table is None else rotate(k, refs.table[...]).astype(k.dtype)
+
+
+def _on_diagonal(plan: Plan, refs: Operands) -> bool:
+  """Whether tiles on the diagonal rotate their keys and are never skipped.
+
+  The rotation is then written down between products, where it costs less.
+  """
+  return has_diagonal(plan) and refs.query_range is None
 
 
 def turn_once(
@@ -100,19 +115,36 @@ def turn_once(
   offset = _offset(plan.config, refs, pl.program_id(0))
   k = j * plan.s, j * plan.s + plan.s - 1
   seen = tiles.query_blocks(plan.config, k, (offset, offset), plan.t, plan.n)
+  now = i == seen[0]
+  start = plan.config.offset
+  if start is not None and _on_diagonal(plan, refs):
+    if start <= 0:
+      return
+    now &= i * plan.t + offset != k[0]
 
-  @pl.when(i == seen[0])
+  @pl.when(now)
   def _():
     space['rotated'][_rows_of(plan, j), :] = turned(refs)
 
 
 def turned_keys(
-  plan: Plan, refs: Operands, space: dict[str, Any], j: Any
-) -> jax.Array:
-  """The keys of tile j, after `turn_once`."""
-  if 'rotated' not in space:
-    return turned(refs)
-  return space['rotated'][_rows_of(plan, j), :]
+  plan: Plan, refs: Operands, space: dict[str, Any], j: Any, diagonal: bool
+) -> Callable[[int], jax.Array]:
+  """The first keys of tile j, as many as asked for, after `turn_once`."""
+  if 'rotated' not in space or not diagonal:
+    if 'rotated' in space:
+      k = space['rotated'][_rows_of(plan, j), :]
+    else:
+      k = turned(refs)
+    return lambda count: k[:count]
+  kept = space['rotated']
+  first = pl.multiple_of(j * plan.s, plan.s)
+  if _on_diagonal(plan, refs):
+    for rows in _parts(plan.s):
+      place = pl.ds(pl.multiple_of(first + rows.start, LANES), rows.size)
+      k = rotate(refs.k[rows, :], refs.table[rows, :])
+      kept[place, :] = k.astype(kept.dtype)
+  return lambda count: kept[pl.ds(first, count), :]
 
 
 def _rows_of(plan: Plan, j: Any) -> Any:
@@ -225,6 +257,10 @@ def add_pairs(
   return x + pairs, tiles.shown(pairs, seen)
 
 
+def _parts(size: int) -> list[Any]:
+  return [pl.ds(row, min(_ROWS, size - row)) for row in range(0, size, _ROWS)]
+
+
 def in_parts(
   size: int, product: Callable[[Any], Any]
 ) -> Iterator[tuple[Any, Any]]:
@@ -233,7 +269,7 @@ def in_parts(
   The next product is written down before the one that is given out is used:
   the compiler then lets the matrix units run ahead of the others.
   """
-  parts = [pl.ds(row, min(_ROWS, size - row)) for row in range(0, size, _ROWS)]
+  parts = _parts(size)
   ready = product(parts[0])
   for part, after in zip(parts, [*parts[1:], None], strict=True):
     found = ready
@@ -259,7 +295,7 @@ def query_logits(
 
   x: products of the queries `rows` and the first keys of the tile.
   """
-  x *= config.scale * tiles.unit(config.weights)
+  x = to_logits(config, refs, x)
   keys = pl.ds(0, x.shape[1])
   if refs.bias is not None:
     x += refs.bias[:, keys]

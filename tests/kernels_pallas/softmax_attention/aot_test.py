@@ -14,6 +14,7 @@ pytestmark = pytest.mark.aot
 # Shape, dtype, options that are known, arrays that are not.
 CALLS = {
   'causal': ('prefill', 'bfloat16', {'causal': True}, []),
+  'rotated': ('prefill', 'bfloat16', {'causal': True, 'rope': Rope()}, []),
   'everything': (
     'chunk',
     'bfloat16',

@@ -21,6 +21,7 @@ CASES = {
   'offset': ['offset', 'window', 'bias', 'rope'],
   'spans': ['causal', 'spans', 'rope', 'bias', 'lengths'],
   'diagonal': ['causal', 'rope'],
+  'shifted': ['causal', 'rope', 'lengths'],
   'packed': ['causal', 'bias', 'packed'],
 }
 SHAPES = {
@@ -31,6 +32,8 @@ SHAPES = {
   'spans': problems.Shape(groups=2),
   # Tiles of 384 queries and keys, whose queries are cut into 256 and 128.
   'diagonal': problems.Shape(1, 700, 700),
+  # Tiles of keys before the diagonal, and on it.
+  'shifted': problems.Shape(2, 250, 506, heads=2, groups=2),
   'packed': problems.Shape(1, 700, 700),
 }
 # Several tiles in either direction, none of which fits.
@@ -39,10 +42,10 @@ BLOCKS = {
   'interpret': Blocks(128, 128),
   'interpret_gpu': Blocks(32, 64),
 }
-LARGE = ['diagonal', 'packed']
+LARGE = ['diagonal', 'shifted', 'packed']
 QUICK = [('xla', case) for case in CASES if case not in LARGE]
 QUICK += [(path, 'spans') for path in ('interpret', 'interpret_gpu')]
-QUICK += [('interpret', 'packed')]
+QUICK += [('interpret', 'packed'), ('interpret', 'shifted')]
 SLOW = [(p, c) for p in BLOCKS for c in CASES if (p, c) not in QUICK]
 
 
@@ -165,7 +168,7 @@ def test_blocks_that_may_share_a_segment():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('path', BLOCKS)
-@pytest.mark.parametrize('case', ['causal', 'spans'])
+@pytest.mark.parametrize('case', ['causal', 'spans', 'shifted'])
 def test_half_precision(path, case):
   shape, names = SHAPES[case], tuple(CASES[case])
   want = truth(shape, names, dtype='bfloat16')

@@ -37,8 +37,14 @@ def get_config(arg: str | None = None) -> ConfigDict:
   config.experiment = 'tmevolve'
   config.models = ('gated_abmil', 'tmevolve')
   config.data = ConfigDict(dict(sets=('ucsb',), folds=10, neighbours=8))
+  # microbatches 0: as few as memory asks for.
   config.train.update(
-    steps=100, batch_size=16, runs=5, log_every=25, save_every=50
+    steps=100,
+    batch_size=16,
+    runs=5,
+    microbatches=0,
+    log_every=25,
+    save_every=50,
   )
   config.optimizer.update(learning_rate=1e-3, weight_decay=1e-2)
   # One width, dropout and optimizer for both models.

@@ -6,6 +6,7 @@ Axes: R runs = seeds x folds, n bags, S bags packed in a row.
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from flax import linen as nn
 
@@ -35,6 +36,10 @@ __all__ = ['Folds', 'load_set', 'make', 'make_folds', 'make_model']
 
 # Bags that share a row; more would only widen the tables of labels.
 _SEGMENTS = 16
+
+# Padded instances of all runs that a step holds at once where the config leaves
+# its parts open. An activation of 64 features is 64 MB.
+_INSTANCES = 2**18
 
 
 class Folds(NamedTuple):
@@ -146,6 +151,11 @@ def _part(config, bagset: BagSet, name: str) -> train.Experiment:
   aux_weights = dict(MODELS[name].aux_weights)
   if name == 'tmevolve':
     aux_weights['region_balance'] = config.tmevolve.balance
+  arrays, lay = _arrays(bagset, may_pack=not MODELS[name].unpacks)
+  runs = np.arange(len(folds.train))
+  # As many rows as hold about `batch_size` bags.
+  rows, longest = arrays['bag'].mask.shape
+  batch = -(-config.train.batch_size * rows // len(bagset.bags))
   build = classification_method(
     make_model(config, name, num_classes),
     optimizer,
@@ -153,15 +163,11 @@ def _part(config, bagset: BagSet, name: str) -> train.Experiment:
     aux_weights=aux_weights,
     schedule=schedule,
     statistics=folds.statistics,
-    microbatches=config.train.microbatches,
+    microbatches=config.train.microbatches
+    or _microbatches(batch, batch * longest * len(runs)),
     ema_decay=config.optimizer.ema_decay or None,
     max_skips=config.train.max_skips,
   )
-  arrays, lay = _arrays(bagset)
-  runs = np.arange(len(folds.train))
-  # As many rows as hold about `batch_size` bags.
-  rows = len(arrays['label'])
-  batch = -(-config.train.batch_size * rows // len(bagset.bags))
   stream = train.run_data(arrays, lay(folds.train), batch, seed=config.seed)
   tested = train.pass_data(arrays, batch, run_weights=lay(folds.test))
   return train.Experiment(
@@ -173,16 +179,24 @@ def _part(config, bagset: BagSet, name: str) -> train.Experiment:
   )
 
 
-def _arrays(bagset: BagSet) -> tuple[dict[str, Any], Any]:
+def _microbatches(batch: int, instances: int) -> int:
+  """The fewest equal parts of a batch that hold few enough instances each."""
+  devices = jax.device_count()
+  share = batch // devices if batch % devices == 0 else batch
+  wanted = -(-instances // _INSTANCES)
+  return next((m for m in range(wanted, share) if share % m == 0), share)
+
+
+def _arrays(bagset: BagSet, may_pack: bool) -> tuple[dict[str, Any], Any]:
   """Resident arrays, and a function that lays out weights [R, n] like them.
 
   Bags of similar size are padded to the longest. Where that would more than
-  double the work, several bags share a row.
+  double the work, several bags share a row, if they may.
   """
   lengths = np.array([len(bag.mask) for bag in bagset.bags])
   n, longest = len(lengths), int(lengths.max())
   ids = np.arange(n, dtype=np.int32)
-  if n * longest <= 2 * lengths.sum():
+  if not may_pack or n * longest <= 2 * lengths.sum():
     bags = batch_bags(bagset.bags, longest)
     arrays = {'bag': bags, 'label': bagset.labels, 'id': ids}
     return arrays, lambda weights: weights

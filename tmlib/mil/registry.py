@@ -31,6 +31,8 @@ class ModelSpec(NamedTuple):
     class_losses: those of them that exist only where bags have classes.
     needs_graph: reads `bag.graph`.
     needs_text: takes `text`, embeddings of a text encoder.
+    unpacks: takes packed rows apart, at S times their work: better fed with
+      padded bags.
   """
 
   module: str
@@ -40,6 +42,7 @@ class ModelSpec(NamedTuple):
   class_losses: tuple[str, ...] = ()
   needs_graph: bool = False
   needs_text: bool = False
+  unpacks: bool = False
 
 
 def _clam(multi_branch: bool) -> ModelSpec:
@@ -72,7 +75,7 @@ MODELS: dict[str, ModelSpec] = {
   'clam_mb': _clam(multi_branch=True),
   'dsmil': ModelSpec('tmlib.mil.dsmil', 'DSMIL', aux_weights={'instance': 1.0}),
   'dtfd': ModelSpec('tmlib.mil.dtfd', 'DTFD', aux_weights={'tier1': 1.0}),
-  'transmil': ModelSpec('tmlib.mil.transmil', 'TransMIL'),
+  'transmil': ModelSpec('tmlib.mil.transmil', 'TransMIL', unpacks=True),
   'patch_gcn': ModelSpec('tmlib.mil.patch_gcn', 'PatchGCN', needs_graph=True),
   'wikg': ModelSpec('tmlib.mil.wikg', 'WiKG'),
   'vila_mil': ModelSpec('tmlib.mil.vila_mil', 'ViLaMIL', needs_text=True),

@@ -188,7 +188,7 @@ def _check_values(cls: Any, options: Mapping[str, Any]) -> None:
       raise ValueError(f'{wrong} must be a number')
     elif isinstance(usual, str) and not isinstance(value, str):
       raise ValueError(f'{wrong} must be a name, such as {usual!r}')
-    if name.endswith('dropout') and not 0 <= value < 1:
+    if name.endswith('dropout') and not 0 <= options[name] < 1:
       raise ValueError(f'{wrong} must be in [0, 1)')
     if name == 'dtype' and value is not None:
       _check_dtype(value)

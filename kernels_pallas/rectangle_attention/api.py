@@ -125,8 +125,9 @@ def xor_attention(
       jnp.maximum(lengths, 1).
     block: items of a tile, instead of the backend's own choice.
     implementation: see the module docstring. The Pallas bodies take up to 256
-      links and 256 features; on a GPU the links of a head, filled up to powers
-      of two, hold at most 4096 numbers.
+      links (128 in float32 on a TPU) and 256 features; on a GPU the links of a
+      head, filled up to powers of two, hold at most 4096 numbers
+      (2048 in float32).
 
   Returns:
     [B, L, H, V] of the links and [B, N, H, V] of the items, dtype of history.

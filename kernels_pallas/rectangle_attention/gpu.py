@@ -67,9 +67,10 @@ def _plan(
   batch, count, heads, dim = links.q.shape
   items, dim = history.q.shape[1], max(dim, links.v.shape[3])
   padded = _power(count)
-  wide = padded * _power(dim) > 2048 or history.q.dtype.itemsize > 2
+  single = history.q.dtype.itemsize > 2
+  wide = single or padded * _power(dim) > 2048
   # Sums and tiles stay in registers.
-  largest = config.block or 64 // 2 ** (wide + backward)
+  largest = config.block or (16 if single else 64 // 2 ** (wide + backward))
   s = min(_power(largest), _power(items))
   tiles = -(-items // s)
   n = min(tiles, max(1, _PROGRAMS // (batch * heads)))

@@ -36,13 +36,17 @@ def refusal(links: Tokens, platform: str) -> str | None:
     return f'dtype {links.q.dtype} is neither float32 nor bfloat16'
   if dim > LARGEST_DIM:
     return f'a head of {dim} features has more than {LARGEST_DIM}'
-  if count > LARGEST_LINKS:
-    return f'{count} links are more than {LARGEST_LINKS}'
+  largest = LARGEST_LINKS
+  if platform == 'tpu' and links.q.dtype == jnp.float32:
+    largest //= 2
+  if count > largest:
+    return f'{count} links of {links.q.dtype} are more than {largest}'
   size = (1 << (count - 1).bit_length()) * (1 << (dim - 1).bit_length())
-  if platform == 'cuda' and size > LARGEST_ON_GPU:
+  largest = LARGEST_ON_GPU // (2 if links.q.dtype == jnp.float32 else 1)
+  if platform == 'cuda' and size > largest:
     return (
       f'{count} links of {dim} features, to powers of two, are more than the '
-      f'{LARGEST_ON_GPU} numbers that a GPU holds'
+      f'{largest} numbers that a GPU holds'
     )
   return None
 

@@ -106,7 +106,9 @@ def segment_pool(
     num_segments: S >= 1.
     mask: [B, N] or [N], bool; False is the same as the id -1.
     return_lse: return the logarithm of the sum of exponentials as well.
-    implementation: see the module docstring.
+    implementation: see the module docstring. The Pallas bodies take up to 1024
+      features on a GPU; on a TPU 1 MiB in 128 instances with their gates, and
+      12 D + 2560 bytes per segment up to 10 MiB in a row.
 
   Returns:
     pooled: [B, S, D] or [S, D], dtype of values; zeros for an empty segment.
@@ -146,7 +148,11 @@ def segment_pool(
     if gate is not None:
       u = None if gate.sigmoid is None else gate.sigmoid[None]
       gate = Gate(gate.tanh[None], u, gate.weight)
-  reason = vjp.refusal(values, plain, gate, num_segments)
+  gpu = implementation == 'interpret_gpu'
+  if implementation == 'pallas':
+    gpu = jax.default_backend() == 'gpu'
+  where = 'cuda' if gpu else 'tpu'
+  reason = vjp.refusal(values, plain, gate, num_segments, where)
   check_implementation(implementation, reason, True)
   operands = values, plain, gate, ids
   nothing = not values.size or (gate is not None and not gate.weight.size)

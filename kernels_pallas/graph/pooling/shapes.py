@@ -31,6 +31,8 @@ SHAPES = {
   'packed': PoolShape(4, 16_384, 64, 512, 256),
   # Cells or patients: very many, very small segments.
   'many': PoolShape(1, 32_768, 1_000, 256, 128),
+  # As many as a TPU holds.
+  'most': PoolShape(1, 3_000, 2_560, 128, 128),
 }
 
 

@@ -213,6 +213,18 @@ def _over_chunks(
   jax.lax.fori_loop(first, end, lambda c, _: chunk(c), None)
 
 
+def _all_chunks(plan: _Plan, step: Callable[[Any], None]) -> None:
+  """Calls step(rows) for all chunks of segments."""
+  if plan.c == 1:
+    step(pl.ds(0, plan.s))
+    return
+
+  def chunk(c, _):
+    step(pl.ds(pl.multiple_of(c * plan.s, plan.s), plan.s))
+
+  jax.lax.fori_loop(0, plan.c, chunk, None)
+
+
 def _forward_body(refs, outputs, space, *, plan):
   (out, lse), j = outputs, pl.program_id(1)
   peak, total, acc = space['peak'], space['total'], space['acc']
@@ -240,12 +252,16 @@ def _forward_body(refs, outputs, space, *, plan):
 
   _over_chunks(plan, block.ids, step)
 
+  def finish(rows):
+    seen = total[rows, :] > 0
+    safe = jnp.where(seen, total[rows, :], 1.0)
+    out[rows, :] = acc[rows, :] / _wide(safe, acc.shape[1])
+    lse[rows, :] = jnp.where(seen, peak[rows, :] + jnp.log(safe), -jnp.inf)
+
   @pl.when(j == plan.m - 1)
   def _():
-    seen = total[...] > 0
-    safe = jnp.where(seen, total[...], 1.0)
-    out[...] = acc[...] / _wide(safe, acc.shape[1])
-    lse[...] = jnp.where(seen, peak[...] + jnp.log(safe), -jnp.inf)
+    # Chunk by chunk: all at once would not fit into registers.
+    _all_chunks(plan, finish)
 
 
 def forward(

@@ -20,24 +20,43 @@ from kernels_pallas.graph.pooling.gate import Gate
 
 __all__ = ['core', 'refusal']
 
-# Sums of one row that the bodies hold at once, in float32 numbers.
-LARGEST_SUM = 2**20
+# What a TPU holds at once, in bytes: the sums of all segments of a row, and
+# 128 instances in all arrays. What a GPU holds: features of one segment.
+LARGEST_SUMS, LARGEST_BLOCK, LARGEST_ON_GPU = 10 * 2**20, 2**20, 1024
 
 
 def refusal(
-  values: jax.Array, scores: jax.Array | None, gate: Gate | None, segments: int
+  values: jax.Array,
+  scores: jax.Array | None,
+  gate: Gate | None,
+  segments: int,
+  platform: str,
 ) -> str | None:
-  """Why the Pallas bodies do not take these operands, or None."""
+  """Why the Pallas body of 'tpu' or 'cuda' does not take them, or None."""
   arrays = [values, scores, *(gate or ())]
   for x in arrays:
     if x is not None and x.dtype not in (jnp.float32, jnp.bfloat16):
       return f'dtype {x.dtype} is neither float32 nor bfloat16'
+  features = values.shape[2]
+  if platform == 'cuda':
+    if features > LARGEST_ON_GPU:
+      return f'{features} features are more than {LARGEST_ON_GPU}'
+    return None
   up = lambda size, step: -(-size // step) * step
-  size = up(segments, 8) * up(values.shape[2], 128)
-  if size > LARGEST_SUM:
+  # Sums and what is written of them, twice; peaks, totals and lse in 128 lanes.
+  chunk = 8 if segments <= 128 else 128
+  size = up(segments, chunk) * (12 * up(features, 128) + 2560)
+  if size > LARGEST_SUMS:
     return (
-      f'{segments} segments of {values.shape[2]} features in a row need '
-      f'{size} sums, more than {LARGEST_SUM}; use more rows of fewer segments'
+      f'{segments} segments of {features} features in a row need {size} bytes '
+      f'of sums, more than {LARGEST_SUMS}; use more rows of fewer segments'
+    )
+  wide = [values, *(x for x in (gate or ())[:2] if x is not None)]
+  size = 128 * sum(up(x.shape[2], 128) * x.dtype.itemsize for x in wide)
+  if size > LARGEST_BLOCK:
+    return (
+      f'128 instances of {features} features hold {size} bytes, more than '
+      f'{LARGEST_BLOCK}'
     )
   return None
 
@@ -51,9 +70,6 @@ def _call(name: str, implementation: str | None, args: Any, *static: Any):
   values, scores, gate = args[:3]
   segments = static[0] if static else args[5].shape[1]
   plain = body(reference)
-  reason = refusal(values, scores, gate, segments)
-  if implementation is None and reason:
-    return plain(*args)
   # The bodies are imported where they are asked for: Triton's may be gone.
   from kernels_pallas.graph.pooling import gpu, tpu
 
@@ -61,7 +77,11 @@ def _call(name: str, implementation: str | None, args: Any, *static: Any):
     return body(tpu, interpret=True)(*args)
   if implementation == 'interpret_gpu':
     return body(gpu, interpret=True)(*args)
-  bodies = {'tpu': reason or body(tpu), 'cuda': reason or body(gpu)}
+  why = functools.partial(refusal, values, scores, gate, segments)
+  bodies = {
+    platform: why(platform) or body(module)
+    for platform, module in (('tpu', tpu), ('cuda', gpu))
+  }
   return by_platform(implementation, plain, bodies, *args)
 
 

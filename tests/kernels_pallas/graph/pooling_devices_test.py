@@ -20,6 +20,7 @@ CALLS = {
   'packed': ('packed', 'bfloat16', False),
   'many': ('many', 'float32', False),
   'single': ('packed', 'float32', True),
+  'most': ('most', 'float32', False),
 }
 
 

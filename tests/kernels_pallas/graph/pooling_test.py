@@ -246,7 +246,7 @@ GATE = Gate(jnp.ones((2, 6, 4)), jnp.ones((2, 6, 4)), jnp.ones(4))
     (
       {'implementation': 'interpret', 'num_segments': 10**4},
       ValueError,
-      'more than 1048576; use more rows',
+      'of sums, more than 10485760; use more rows',
     ),
     (
       {'implementation': 'interpret', 'values': jnp.ones((2, 6, 3), 'float16')},

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas import hstu_attention, xor_attention
-from kernels_pallas.rectangle_attention.shapes import SHAPES
+from kernels_pallas.rectangle_attention.shapes import SHAPES, RectangleShape
 from tests.kernels_pallas import gpu_targets, tpu_targets
 
 pytestmark = pytest.mark.aot
@@ -97,6 +97,18 @@ def test_gpu(chip, call):
     chip, function, *leaves, spills=call.endswith('single')
   )
   assert text.count('__gpu$xla.gpu.triton') == kernels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('chip', tpu_targets.CHIPS)
+@pytest.mark.parametrize('size', [(128, 2, 256), (128, 8, 32)])
+def test_the_largest_that_is_promised_fits(chip, size, monkeypatch):
+  count, heads, dim = size
+  shape = RectangleShape(2, count, 1000, heads, dim, dim)
+  monkeypatch.setitem(SHAPES, 'largest', shape)
+  program = xor('largest', 'float32', 'softmax', True)
+  text = tpu_targets.compile_for_tpu(chip, *program)
+  assert text.count('custom_call_target="tpu_custom_call"') == 2
 
 
 @pytest.mark.slow

@@ -283,7 +283,7 @@ def test_bad_input_is_named():
     (ValueError, 'no CPU', links, history, {'implementation': 'pallas'}),
     (
       ValueError,
-      '300 links are more than 256',
+      '300 links of float32 are more than 128',
       many,
       many,
       {'implementation': 'interpret'},
@@ -293,5 +293,5 @@ def test_bad_input_is_named():
     with pytest.raises(error, match=message):
       xor_attention(a, b, **how)
   wide = tuple(jnp.ones((1, 100, 1, 64)) for _ in range(3))
-  with pytest.raises(ValueError, match='4096 numbers that a GPU holds'):
+  with pytest.raises(ValueError, match='2048 numbers that a GPU holds'):
     xor_attention(wide, wide, implementation='interpret_gpu')

@@ -118,7 +118,8 @@ def _logits_in_parts(
     keys = seen_keys(plan, diagonal, rows).size
     return dot(refs.q[rows, :], k(keys), transpose=True)
 
-  for rows, x in in_parts(plan.t, product):
+  # The longest first: fewer estimated cycles, and on 7x an estimate at all.
+  for rows, x in in_parts(plan.t, product, down=diagonal):
     yield rows, *query_logits(plan.config, refs, space, rows, x, mask)
 
 

@@ -262,14 +262,16 @@ def _parts(size: int) -> list[Any]:
 
 
 def in_parts(
-  size: int, product: Callable[[Any], Any]
+  size: int, product: Callable[[Any], Any], down: bool = False
 ) -> Iterator[tuple[Any, Any]]:
   """Some of `size` rows at a time, and the product of these.
+
+  The last of them come first if `down`.
 
   The next product is written down before the one that is given out is used:
   the compiler then lets the matrix units run ahead of the others.
   """
-  parts = _parts(size)
+  parts = _parts(size)[:: -1 if down else 1]
   ready = product(parts[0])
   for part, after in zip(parts, [*parts[1:], None], strict=True):
     found = ready

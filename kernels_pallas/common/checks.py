@@ -206,18 +206,24 @@ def checked_segments(
 
 def check_window(window: int | None) -> None:
   """At least the key of the query itself."""
-  if window is not None and (not isinstance(window, int) or window < 1):
+  number = isinstance(window, int | np.integer) and window >= 1
+  if window is not None and not number:
     raise ValueError(
       f'window={window!r} must be an integer of at least 1 (the key of the '
       'query itself), or None'
     )
 
 
-def check_blocks(blocks: tuple[int, ...] | None) -> None:
-  """Multiples of 16."""
-  if blocks is not None and (min(blocks) < 16 or any(b % 16 for b in blocks)):
+def check_blocks(blocks: Any, count: int = 2) -> None:
+  """That many multiples of 16, and two of them by name."""
+  if blocks is None:
+    return
+  number = lambda x: isinstance(x, int | np.integer) and x >= 16 and not x % 16
+  named = isinstance(blocks, tuple) and (count == 1 or hasattr(blocks, 'key'))
+  if not named or len(blocks) != count or not all(map(number, blocks)):
+    want = 'a multiple' if count == 1 else 'Blocks(query, key) with multiples'
     raise ValueError(
-      f'blocks={blocks} must be multiples of 16 (of 128 on a TPU, powers of '
+      f'blocks={blocks} must be {want} of 16 (of 128 on a TPU, powers of '
       'two on a GPU)'
     )
 

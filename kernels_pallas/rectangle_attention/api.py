@@ -151,7 +151,7 @@ def xor_attention(
       'one; leave it out'
     )
   check_implementation(implementation, _refusal(implementation, links), True)
-  check_blocks(None if block is None else (block,))
+  check_blocks(None if block is None else (block,), 1)
   (batch, count, heads, dim), items = links.q.shape, history.q.shape[1]
   config = Config(checked_scale(scale, dim), phi, block)
   rows = Rows(

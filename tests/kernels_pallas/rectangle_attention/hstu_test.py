@@ -232,6 +232,8 @@ def test_bad_input_is_named():
     (ValueError, 'scale=inf must be finite', (q, k, k), {'scale': np.inf}),
     (ValueError, 'window=0', (q, k, k), {'window': 0}),
     (ValueError, 'multiples of 16', (q, k, k), {'blocks': Blocks(8, 16)}),
+    (ValueError, r'Blocks\(query, key\)', (q, k, k), {'blocks': (16, 16)}),
+    (ValueError, r'Blocks\(query, key\)', (q, k, k), {'blocks': 16}),
     (ValueError, 'norm holds 0', (q, k, k), {'norm': np.array([1, 0])}),
     (ValueError, 'norm has shape', (q, k, k), {'norm': np.ones(3)}),
     (ValueError, 'lengths holds 8', (q, k, k), {'lengths': np.array([1, 8])}),

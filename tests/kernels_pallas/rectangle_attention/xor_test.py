@@ -278,7 +278,7 @@ def test_bad_input_is_named():
     (ValueError, 'scale=nan', links, history, {'scale': float('nan')}),
     (ValueError, 'history has 7 items', links, history, {'lengths': [8, 1]}),
     (ValueError, 'of links, of items', links, history, {'segment_ids': ids}),
-    (ValueError, 'multiples of 16', links, history, {'block': 8}),
+    (ValueError, 'a multiple of 16', links, history, {'block': 8}),
     (ValueError, 'must be one of', links, history, {'implementation': 'cuda'}),
     (ValueError, 'no CPU', links, history, {'implementation': 'pallas'}),
     (

@@ -98,7 +98,8 @@ def table(done: dict[str, Any], date: str) -> str:
     '- cycles: of the whole grid on one device, the kernel alone, operands in '
     'device memory; for plain XLA its own model of the whole program.',
     '- over the floor: cycles over what matrix rate or bandwidth allow at '
-    'least, counting visible pairs only.',
+    'least, counting visible pairs only, of all kernels of a pass together. '
+    'Below 1, the compiler counts on more bandwidth than the data sheet.',
     '- bundles a step: instructions of the loop over the grid, all branches.',
     '- MATMUL, XLU, VALU, EUP: filled share of the slots of the matrix, '
     'permutation, vector and transcendental units, over the code.',

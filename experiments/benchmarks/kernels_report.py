@@ -179,15 +179,16 @@ def picture(rows: list[dict[str, Any]], path: pathlib.Path) -> bool:
     ax.set_xticks(range(len(chips)), chips)
     ax.set_yscale('log')
     ax.set_ylim(bottom=0.5)
+    ax.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(ticker.FormatStrFormatter('%g'))
-    ax.yaxis.set_minor_formatter(ticker.FormatStrFormatter('%g'))
+    ax.yaxis.set_minor_formatter(ticker.NullFormatter())
     ax.set_title(', '.join(panel), fontsize=10)
     ax.set_ylabel('cycles over the floor')
     ax.legend(fontsize=7)
   for ax in axes.flat[len(panels) :]:
     ax.set_axis_off()
   figure.suptitle('Compiler estimates, not measurements (best blocks of each)')
-  figure.tight_layout()
+  figure.tight_layout(rect=(0, 0, 1, 0.98))
   figure.savefig(path, dpi=120)
   plt.close(figure)
   return True

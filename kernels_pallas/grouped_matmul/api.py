@@ -11,8 +11,8 @@ elsewhere, decided when the program is lowered, and the loop wherever Pallas can
 not; "pallas" insists on Pallas; "xla" (or "reference") is the loop; "interpret"
 and "interpret_gpu" run the TPU's and the GPU's body in Pallas' interpreter. The
 bodies take float32, in full precision, and bfloat16, or one of each, which is a
-product in float32; and blocks of a multiple of 16 rows on a TPU, of a power of
-two from 16 or a multiple of 128 on a GPU.
+product in float32; and blocks of a multiple of 16 rows on a TPU (8 in float32),
+of a power of two from 16 or a multiple of 128 on a GPU.
 
 Under a mesh (`jax.set_mesh`) whose axes are of type Auto, output columns are
 divided over the axis 'model' where it divides them, and all else is repeated:

@@ -25,8 +25,9 @@ def refusal(
   for x in (lhs, rhs):
     if x.dtype not in (jnp.float32, jnp.bfloat16):
       return f'dtype {x.dtype} is neither float32 nor bfloat16'
-  if platform == 'tpu' and block % 16:
-    return f'blocks of {block} rows are no multiple of 16'
+  least = 8 if lhs.dtype == rhs.dtype == jnp.float32 else 16  # rows of a tile
+  if platform == 'tpu' and block % least:
+    return f'blocks of {block} rows are no multiple of {least}'
   if platform == 'cuda' and block % 128 and (block < 16 or block & (block - 1)):
     return (
       f'blocks of {block} rows are neither a power of two from 16 nor a '

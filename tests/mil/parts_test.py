@@ -416,17 +416,17 @@ def test_text_is_checked():
     ('dsmil', {'values': 'none'}, "'identity', 'linear' or 'relu'"),
     ('dsmil', {'query_layers': 'deep'}, "'mlp' or 'linear'"),
     ('dtfd', {'distil': 'min'}, "'afs', 'max' or 'max_min'"),
-    ('dtfd', {'groups': 0}, 'groups and num_splits must be >= 1'),
+    ('dtfd', {'groups': 0}, 'groups=0 must be an integer >= 1'),
     ('transmil', {'layout': 'file'}, "'order' or 'grid'"),
     ('transmil', {'heads': 3}, 'hidden=8 must be divisible by heads=3'),
     ('transmil', {'taps': 4}, 'taps must be odd'),
     ('wikg', {'pool': 'max'}, "'attention' or 'mean'"),
-    ('wikg', {'neighbours': 0}, 'neighbours and chunk must be >= 1'),
+    ('wikg', {'neighbours': 0}, 'neighbours=0 must be an integer >= 1'),
   ],
 )
 def test_option_errors(name, options, words):
-  model = small(name, **options)
   with pytest.raises(ValueError, match=words):
+    model = small(name, **options)
     jax.eval_shape(model.init, jax.random.key(0), batch_bags(grid_bags()))
 
 

@@ -234,8 +234,8 @@ BAD = [
   (ValueError, 'tiles=8', lambda: gmm(L, R, S, tiles=8)),
   (
     ValueError,
-    'no multiple of 16',
-    lambda: gmm(L, R, S, block=8, implementation='interpret'),
+    'no multiple of 8',
+    lambda: gmm(L, R, S, block=12, implementation='interpret'),
   ),
   (
     ValueError,
@@ -385,9 +385,9 @@ def test_the_body_is_chosen_at_lowering():
   for implementation in (None, 'pallas'):
     text = lowered('tpu', implementation)
     assert text.count('tpu_custom_call') == 1
-  assert 'tpu_custom_call' not in lowered('tpu', None, block=8)
-  with pytest.raises(ValueError, match='no multiple of 16'):
-    lowered('tpu', 'pallas', block=8)
+  assert 'tpu_custom_call' not in lowered('tpu', None, block=12)
+  with pytest.raises(ValueError, match='no multiple of 8'):
+    lowered('tpu', 'pallas', block=12)
 
 
 @pytest.mark.parametrize('module', [tpu, gpu])

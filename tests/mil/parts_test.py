@@ -425,9 +425,9 @@ def test_text_is_checked():
   ],
 )
 def test_option_errors(name, options, words):
+  make = lambda key, bags: small(name, **options).init(key, bags)
   with pytest.raises(ValueError, match=words):
-    model = small(name, **options)
-    jax.eval_shape(model.init, jax.random.key(0), batch_bags(grid_bags()))
+    jax.eval_shape(make, jax.random.key(0), batch_bags(grid_bags()))
 
 
 def test_models_of_a_graph_ask_for_it():

@@ -133,7 +133,7 @@ def nn_attention(implementation: str) -> Callable[..., Any]:
   def make(case: Case, blocks: Any) -> Callable[..., Any] | None:
     del blocks
     options, arrays = case.options, case.options['arrays']
-    if {'query_offset', 'rope'} & set(options):
+    if {'query_offset', 'rope'} & set(options) or 'block_table' in arrays:
       return None
 
     def function(q, k, v, *extra):

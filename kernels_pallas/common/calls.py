@@ -15,6 +15,7 @@ def launch(
   specs: Any,
   outputs: list[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
   scratch: dict[str, Any],
+  prefetched: tuple[jax.Array, ...] = (),
   **options: Any,
 ) -> list[jax.Array]:
   """A `pallas_call` of body(operands, outputs, scratch).
@@ -22,28 +23,45 @@ def launch(
   Args:
     body: gets references in a NamedTuple like `operands`, a list and a
       dictionary.
-    operands: a NamedTuple, None for what is not there.
+    operands: a NamedTuple of arrays, of tuples of them, and of None for what is
+      not there.
     specs: of the operands; more than needed.
     outputs: shape and spec of each.
     scratch: by name.
+    prefetched: integers that index maps get after the indices of the grid, on
+      TPU only.
     **options: of `pallas_call`.
   """
-  kind = type(operands)
-  names = [x for x in kind._fields if getattr(operands, x) is not None]
+  given, tree = jax.tree.flatten(operands)
+  needed = type(operands)(
+    *(
+      None if x is None else spec
+      for x, spec in zip(operands, specs, strict=True)
+    )
+  )
 
   def kernel(*refs):
-    given = dict.fromkeys(kind._fields)
-    given |= dict(zip(names, refs[: len(names)], strict=True))
-    rest = refs[len(names) :]
+    # What was prefetched is for the specs alone.
+    refs = refs[len(prefetched) :]
+    rest = refs[len(given) :]
     space = dict(zip(scratch, rest[len(outputs) :], strict=True))
-    body(kind(**given), rest[: len(outputs)], space)
+    mine = jax.tree.unflatten(tree, refs[: len(given)])
+    body(mine, rest[: len(outputs)], space)
 
+  how = {
+    'in_specs': jax.tree.leaves(needed),
+    'out_specs': [spec for _, spec in outputs],
+    'scratch_shapes': list(scratch.values()),
+  }
+  if prefetched:
+    from jax.experimental.pallas import tpu as pltpu
+
+    how = {
+      'grid_spec': pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=len(prefetched), grid=options.pop('grid'), **how
+      )
+    }
   call = pl.pallas_call(
-    kernel,
-    out_shape=[shape for shape, _ in outputs],
-    in_specs=[getattr(specs, x) for x in names],
-    out_specs=[spec for _, spec in outputs],
-    scratch_shapes=list(scratch.values()),
-    **options,
+    kernel, out_shape=[shape for shape, _ in outputs], **how, **options
   )
-  return call(*(getattr(operands, x) for x in names))
+  return call(*prefetched, *given)

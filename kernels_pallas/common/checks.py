@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from kernels_pallas.common.platforms import NO_CPU
-
 __all__ = [
   'check_blocks',
   'check_implementation',
@@ -39,14 +37,13 @@ _IMPLEMENTATIONS = (
 
 
 def check_implementation(
-  implementation: str | None, refusal: str | None, at_lowering: bool = False
+  implementation: str | None, refusal: str | None
 ) -> None:
   """Names an implementation that does not exist or does not take the call.
 
   Args:
     implementation: of the caller.
     refusal: why the Pallas bodies do not take the operands, or None.
-    at_lowering: `platforms.by_platform` says whether there is a body.
   """
   if implementation not in _IMPLEMENTATIONS:
     raise ValueError(
@@ -55,18 +52,19 @@ def check_implementation(
   if implementation not in ('pallas', 'interpret', 'interpret_gpu'):
     return
   if implementation == 'pallas' and jax.default_backend() == 'cpu':
-    if at_lowering:
-      # Where for is known at lowering only.
-      return
-    raise ValueError(NO_CPU)
+    # What for is known at lowering only; `platforms.by_platform` refuses there.
+    return
   if refusal:
     raise ValueError(
       f'implementation={implementation!r}: {refusal}; use None or "xla"'
     )
 
 
-def check_operands(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-  """Ranks, dtypes and sizes of [B, T, H, D], [B, S, G, D], [B, S, G, V]."""
+def check_operands(q: Any, k: Any, v: Any) -> None:
+  """Ranks, dtypes and sizes of [B, T, H, D], [B, S, G, D], [B, S, G, V].
+
+  Of arrays, or of `jax.ShapeDtypeStruct`.
+  """
   for name, x in (('q', q), ('k', k), ('v', v)):
     if x.ndim != 4:
       raise ValueError(

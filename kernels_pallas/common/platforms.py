@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-__all__ = ['NO_CPU', 'by_platform']
+__all__ = ['by_platform']
 
-NO_CPU = (
+_NO_CPU = (
   'implementation="pallas" has no CPU body; use None, or "interpret" to test '
   'its numbers'
 )
@@ -72,5 +72,5 @@ def by_platform(
     else plain
     for platform, body in bodies.items()
   }
-  default = refuse(NO_CPU) if insists else plain
+  default = refuse(_NO_CPU) if insists else plain
   return jax.lax.platform_dependent(*args, default=default, **branches)

@@ -53,7 +53,7 @@ def _path(
 ) -> Callable[..., Any]:
   """The function of that name; after the checks of its arguments."""
   if implementation != 'plain':
-    check_implementation(implementation, vjp.refusal(graph, *arrays), True)
+    check_implementation(implementation, vjp.refusal(graph, *arrays))
   if implementation in ('xla', 'reference'):
     return getattr(reference, name)
   on_tpu = stencil.takes(graph) or block_sparse.takes(graph)
@@ -179,7 +179,7 @@ def ell_spmm(
   """
   w, x = jnp.asarray(w), jnp.asarray(x)
   if not _check(graph, w=w, x=x):
-    check_implementation(implementation, None, True)
+    check_implementation(implementation, None)
     return jnp.zeros_like(x)
   return _path('spmm', _own(implementation, x), graph, w, x)(graph, w, x)
 
@@ -212,7 +212,7 @@ def ell_sddmm(
   if a.shape != b.shape:
     raise ValueError(f'a has shape {a.shape} but b has shape {b.shape}')
   if not some:
-    check_implementation(implementation, None, True)
+    check_implementation(implementation, None)
     return jnp.zeros(graph.nbr.shape, jnp.result_type(a, b))
   return _path('sddmm', _own(implementation, a), graph, a, b)(graph, a, b)
 
@@ -237,7 +237,7 @@ def ell_transpose(
   """
   w = jnp.asarray(w)
   if not _check(graph, w=w):
-    check_implementation(implementation, None, True)
+    check_implementation(implementation, None)
     return jnp.zeros_like(w)
   return _path('transpose', _own(implementation, w), graph, w)(graph, w)
 
@@ -296,7 +296,7 @@ def ell_diffuse(
   some = _check(graph, w=w, x=x)
   gates = (_gate(alpha, 'alpha', x),)
   if not some:
-    check_implementation(implementation, None, True)
+    check_implementation(implementation, None)
     return jnp.zeros_like(x)
   how = _own(implementation, x)
   path = _path('gated_deltas', how, graph, w, *gates, x)
@@ -341,7 +341,7 @@ def diffuse(
   some = _check(graph, wa=wa, wb=wb, x=x)
   gates = _gate(alpha, 'alpha', x), _gate(eta, 'eta', x)
   if not some:
-    check_implementation(implementation, None, True)
+    check_implementation(implementation, None)
     return jnp.zeros_like(x)
   path = _path('gated_deltas', implementation, graph, wa, wb, *gates, x)
   return path(graph, (wa, wb), gates, x)

@@ -160,7 +160,7 @@ def _check_implementation(
   if implementation == 'pallas':
     gpu = jax.default_backend() == 'gpu'
   refusal = vjp.refusal(lhs, rhs, block, 'cuda' if gpu else 'tpu')
-  check_implementation(implementation, refusal, at_lowering=True)
+  check_implementation(implementation, refusal)
   return 'xla' if implementation == 'reference' else implementation
 
 

@@ -150,7 +150,7 @@ def xor_attention(
       f'norm={norm!r} is of no use with phi="softmax", whose weights sum to '
       'one; leave it out'
     )
-  check_implementation(implementation, _refusal(implementation, links), True)
+  check_implementation(implementation, _refusal(implementation, links))
   check_blocks(None if block is None else (block,), 1)
   (batch, count, heads, dim), items = links.q.shape, history.q.shape[1]
   config = Config(checked_scale(scale, dim), phi, block)

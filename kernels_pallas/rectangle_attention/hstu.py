@@ -23,7 +23,7 @@ from kernels_pallas.common.checks import (
   checked_scale,
   checked_segments,
 )
-from kernels_pallas.softmax_attention import reference, vjp
+from kernels_pallas.softmax_attention import paging, reference, vjp
 from kernels_pallas.softmax_attention.options import Blocks, Config, Rows
 from kernels_pallas.tuning.table import find_blocks
 
@@ -139,10 +139,7 @@ def hstu_attention(
   )
   bias = _bias(bias, q, keys)
   norm = checked_norm(norm, batch, keys)
-  if rows.lengths is not None:
-    # Keys beyond the end may hold anything: 0 * NaN is NaN.
-    exists = jnp.arange(keys)[None] < rows.lengths[:, None]
-    k, v = (jnp.where(exists[:, :, None, None], x, 0) for x in (k, v))
+  k, v = paging.existing(k, v, rows)
   if not (batch and queries and heads and keys and v.shape[3]):
     return jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype)
   args = q, k, v, None, None, rows, bias

@@ -34,7 +34,14 @@ from kernels_pallas.common.checks import (
   checked_scale,
   checked_segments,
 )
-from kernels_pallas.softmax_attention import reference, tiles, vjp
+from kernels_pallas.common.padding import pad_axis
+from kernels_pallas.softmax_attention import (
+  one_query,
+  paging,
+  reference,
+  tiles,
+  vjp,
+)
 from kernels_pallas.softmax_attention.options import (
   Blocks,
   Config,
@@ -52,6 +59,11 @@ def _spans(
 ) -> tuple[jax.Array | None, jax.Array | None]:
   if spans is None:
     return None, None
+  if not isinstance(spans, Spans):
+    raise TypeError(
+      f'spans={type(spans).__name__}(...), expected a Spans of query, key and '
+      'dependent'
+    )
   of_query = checked_integers('spans.query', spans.query, (batch, queries), 0)
   of_key = checked_integers('spans.key', spans.key, (batch, keys), 0)
   dependent = jnp.asarray(spans.dependent)
@@ -66,6 +78,7 @@ def _spans(
 def _rotate(
   q: jax.Array,
   k: jax.Array,
+  keys: int,
   rope: Rope | None,
   positions: Any,
   key_positions: Any,
@@ -76,7 +89,11 @@ def _rotate(
     if given:
       raise ValueError('positions are of no use without rope=Rope(...)')
     return q, k, None
-  (batch, queries, _, dim), keys = q.shape, k.shape[1]
+  if not isinstance(rope, Rope):
+    raise TypeError(
+      f'rope={rope!r} is no Rope; Rope() turns halves with theta = 10000'
+    )
+  batch, queries, _, dim = q.shape
   if dim % 2:
     raise ValueError(
       f'rope turns pairs of features, but q and k have {dim}; pad them with a '
@@ -121,27 +138,51 @@ def _bias(key_bias: Any, batch: int, keys: int) -> jax.Array | None:
   return key_bias
 
 
-def _pages(
-  k: jax.Array, v: jax.Array, table: Any, batch: int
-) -> tuple[jax.Array, jax.Array]:
-  """Keys and values of each sequence, from pages [P, page, G, D]."""
+def _pages(k: jax.Array, v: jax.Array, table: Any, batch: int) -> jax.Array:
+  """Of each sequence, in the pools k and v [P, page, G, D]; int32 [B, n]."""
   table = jnp.asarray(table)
   if table.ndim != 2:
     raise ValueError(
       f'block_table has shape {table.shape}, expected [B, pages per sequence]'
     )
   table = checked_integers('block_table', table, (batch, table.shape[1]), 0)
-  last = min(k.shape[0], v.shape[0]) - 1
+  if k.shape[:2] != v.shape[:2] or not k.shape[0]:
+    raise ValueError(
+      f'k {k.shape} and v {v.shape} must agree in pages and keys per page, and '
+      'hold a page at least'
+    )
+  last = k.shape[0] - 1
   if not isinstance(table, Tracer) and table.size:
     highest = int(np.max(np.asarray(table)))
     if highest > last:
       raise ValueError(
         f'block_table holds {highest}, but there are {last + 1} pages'
       )
-  take = lambda x: jnp.take(x, table, 0, mode='clip').reshape(
-    batch, -1, *x.shape[2:]
-  )
-  return take(k), take(v)
+  return jnp.minimum(table, last)
+
+
+def _compute(
+  config: Config,
+  implementation: str | None,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  bias: jax.Array | None,
+  table: jax.Array | None,
+  rows: Rows,
+) -> tuple[jax.Array, jax.Array]:
+  """[B, T, H, V] and [B, H, T] of operands that are not empty."""
+  # Annotations do not see through custom_vjp.
+  both: Any
+  if implementation == 'reference':
+    both = reference.forward(config, q, k, v, bias, table, rows)
+    return both
+  folded, groups = one_query.foldable(config, q, k.shape[2]), k.shape[2]
+  if folded:
+    keys = paging.count_keys(k, rows)
+    config, rows, q = one_query.fold(config, rows, q, groups, keys)
+  both = vjp.core(config, implementation, q, k, v, bias, table, rows)
+  return one_query.unfold(*both) if folded else both
 
 
 def attention(
@@ -183,7 +224,8 @@ def attention(
       [] or [B]. With keys that end where the queries end it is S - T.
     window: >= 1; a query sees only keys whose index differs from its own by
       less, so `window` keys if causal and 2 window - 1 if not.
-    lengths: [B], int in [0, S], clamped under jit: keys beyond do not exist.
+    lengths: [B], int in [0, S], clamped under jit: keys beyond do not exist,
+      and may hold anything.
     segment_ids: [B, T] if T = S, or a pair ([B, T], [B, S]), int: a query sees
       keys of its own segment only. Need not be sorted, but only tiles whose
       ranges of ids lie apart are skipped: of packed sequences, most of them.
@@ -197,7 +239,10 @@ def attention(
     block_table: [B, n], int in [0, P), clamped under jit: k and v are then
       pools of pages [P, page, G, D] and [P, page, G, V], and the S = n page
       keys of a sequence are those of its n pages in turn; `lengths` says where
-      they end. Its pages are copied side by side before anything else.
+      they end. The forward pass reads pages where they lie: on a TPU if D and V
+      are multiples of 128 and pages of 16 (float32: 8) keys, up to 2^16 pages
+      in the table; on a GPU if D and V are powers of two. Otherwise, and in a
+      backward pass, the pages of the table are copied side by side.
     return_lse: return the logarithm of the sum of exponentials as well.
     blocks: rows of a tile, instead of the backend's own choice.
     implementation: see the module docstring.
@@ -218,14 +263,22 @@ def attention(
     2021.
   """
   q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+  pages = None
   if block_table is not None and q.ndim == k.ndim == v.ndim == 4:
-    k, v = _pages(k, v, block_table, q.shape[0])
-  check_operands(q, k, v)
+    pages = _pages(k, v, block_table, q.shape[0])
+    length = pages.shape[1] * k.shape[1]
+    flat = lambda x: jax.ShapeDtypeStruct(
+      (q.shape[0], length, *x.shape[2:]), x.dtype
+    )
+    check_operands(q, flat(k), flat(v))
+  else:
+    check_operands(q, k, v)
   check_implementation(implementation, vjp.refusal(q, v))
   check_window(window)
   check_blocks(blocks)
   batch, queries, heads, dim = q.shape
-  keys = k.shape[1]
+  rows = Rows(pages=pages)
+  keys = paging.count_keys(k, rows)
   number, offset = checked_offset(query_offset, batch)
   config = Config(
     checked_scale(scale, dim), bool(causal), window, number, blocks=blocks
@@ -235,19 +288,22 @@ def attention(
     checked_lengths(lengths, batch, keys),
     *checked_segments(segment_ids, batch, queries, keys),
     *_spans(spans, batch, queries, keys),
+    pages,
   )
   bias = _bias(key_bias, batch, keys)
-  q, k, table = _rotate(q, k, rope, positions, key_positions)
+  values = v.shape[3]
+  if not values:
+    # The logarithm of the sums needs no values.
+    v = pad_axis(v, 3, 1)
+  q, k, table = _rotate(q, k, keys, rope, positions, key_positions)
+  if pages is None:
+    k, v = paging.existing(k, v, rows)
+  elif implementation == 'reference':
+    k, v, rows = paging.side_by_side(k, v, rows)
   if not (batch and queries and heads and keys):
-    out = jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype)
+    out = jnp.zeros((*q.shape[:3], values), v.dtype)
     lse = jnp.full((batch, heads, queries), -jnp.inf, jnp.float32)
   else:
-    args = q, k, v, bias, table, rows
-    # Annotations do not see through custom_vjp.
-    both: Any = (
-      reference.forward(config, *args)
-      if implementation == 'reference'
-      else vjp.core(config, implementation, *args)
-    )
-    out, lse = both
+    out, lse = _compute(config, implementation, q, k, v, bias, table, rows)
+  out = out[..., :values]
   return (out, jnp.swapaxes(lse, 1, 2)) if return_lse else out

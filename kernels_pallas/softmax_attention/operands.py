@@ -40,6 +40,8 @@ class Operands(NamedTuple):
   lse: Any = None
   delta: Any = None
   g: Any = None
+  # On GPU, of the tiles of keys; k and v are then pools, rows of all pages.
+  pages: Any = None
 
 
 def pad_features(x: jax.Array, size: int, halves: bool) -> jax.Array:

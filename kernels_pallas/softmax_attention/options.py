@@ -66,7 +66,8 @@ class Rows(NamedTuple):
   """Integers per sequence, query or key; None for what is not asked for.
 
   offset, lengths: [B]. query_segment, query_span: [B, T]; the span of a query
-  that sees all spans is -1. key_segment, key_span: [B, S].
+  that sees all spans is -1. key_segment, key_span: [B, S]. pages: [B, n], where
+  the keys and values of a sequence lie in pools of pages, S = n page.
   """
 
   offset: jax.Array | None = None
@@ -75,6 +76,7 @@ class Rows(NamedTuple):
   key_segment: jax.Array | None = None
   query_span: jax.Array | None = None
   key_span: jax.Array | None = None
+  pages: jax.Array | None = None
 
 
 def rope_table(

@@ -51,17 +51,24 @@ _CALLS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
   'slide, segments': ('slide_rows', {}, ('segment_ids',)),
   'chunk': ('chunk', {'causal': True, 'query_offset': 7680}, ()),
   'decode': ('decode', {}, ('lengths',)),
+  'decode, pages': ('decode', {}, ('lengths', 'block_table')),
 }
+# Keys of a page of a pool that holds twice what is needed.
+_PAGE = 64
 
 
 def _operands(
   size: AttentionShape, extra: tuple[str, ...]
 ) -> tuple[jax.ShapeDtypeStruct | np.ndarray, ...]:
   b, t, s, h, g, d, v = size
-  shapes = (b, t, h, d), (b, s, g, d), (b, s, g, v)
+  keys = (2 * b * s // _PAGE, _PAGE) if 'block_table' in extra else (b, s)
+  shapes = (b, t, h, d), (*keys, g, d), (*keys, g, v)
   found: list = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes]
   if 'lengths' in extra:
     found.append(s - np.arange(b, dtype=np.int32) * 100)
+  if 'block_table' in extra:
+    pages = np.random.default_rng(0).permutation(keys[0])[: b * s // _PAGE]
+    found.append(pages.astype(np.int32).reshape(b, -1))
   if 'segment_ids' in extra:
     # Four segments in a row.
     found += [
@@ -83,10 +90,10 @@ def _call(options, extra, blocks, implementation):
 
   def function(q, k, v, *arrays):
     told = dict(known)
-    if extra == ('lengths',):
-      told['lengths'] = arrays[0]
-    elif extra:
+    if extra == ('segment_ids',):
       told['segment_ids'] = arrays
+    else:
+      told |= dict(zip(extra, arrays, strict=True))
     if options.get('rope'):
       at = lambda x: jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
       told |= {'rope': Rope(), 'positions': at(q), 'key_positions': at(k)}

@@ -26,7 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.common.calls import launch
 from kernels_pallas.common.numerics import LOG2E, dot, silu, softmax_step
-from kernels_pallas.softmax_attention import tiles
+from kernels_pallas.softmax_attention import paging, tiles
 from kernels_pallas.softmax_attention.operands import (
   Operands,
   cut_features,
@@ -34,6 +34,7 @@ from kernels_pallas.softmax_attention.operands import (
 from kernels_pallas.softmax_attention.options import Config, Rows
 from kernels_pallas.softmax_attention.tpu_grid import (
   LANES,
+  LARGEST_TABLE,
   Plan,
   by_key,
   by_pairs,
@@ -41,6 +42,8 @@ from kernels_pallas.softmax_attention.tpu_grid import (
   head_major,
   make_specs,
   pad_row,
+  pages_of_tile,
+  prefetched,
   prepare,
 )
 from kernels_pallas.softmax_attention.tpu_tile import (
@@ -49,9 +52,11 @@ from kernels_pallas.softmax_attention.tpu_tile import (
   column_scratch,
   fill_columns,
   in_parts,
+  join_pages,
   key_gain,
   key_scratch,
   over_tiles,
+  page_scratch,
   query_logits,
   rotate,
   seen_keys,
@@ -77,10 +82,20 @@ def _launch(
   scratch: dict[str, Any],
   name: str,
   interpret: Any,
+  prefetched: tuple[jax.Array, ...] = (),
 ) -> list[jax.Array]:
   """`launch` for the grid (batch, heads, rows, sum)."""
   batch, heads, rows, dim = operands.q.shape
-  logits = batch * heads * rows * plan.s * plan.m
+  keys = plan.s * plan.m
+  logits = batch * heads * rows * keys
+  read = operands
+  if plan.pages:
+    # Not the pools, but the pages of each sequence.
+    heads //= plan.share
+    flat = jax.ShapeDtypeStruct(
+      (batch, heads, keys, dim + plan.values), read.q.dtype
+    )
+    read = read._replace(k=flat, v=None)
   semantics: list[Any] = ['parallel'] * (len(grid) - 1) + ['arbitrary']
   if 'rotated' in scratch:
     # Rotated keys pass from one tile of queries to the next.
@@ -94,12 +109,15 @@ def _launch(
     grid=grid,
     compiler_params=pltpu.CompilerParams(dimension_semantics=semantics),
     cost_estimate=pl.CostEstimate(
-      flops=2 * logits * (dim + operands.v.shape[3]),
-      bytes_accessed=sum(x.nbytes for x in operands if x is not None),
+      flops=2 * logits * (dim + plan.values),
+      bytes_accessed=sum(
+        x.size * x.dtype.itemsize for x in jax.tree.leaves(read)
+      ),
       transcendentals=logits,
     ),
     interpret=interpret,
     name=name,
+    prefetched=prefetched,
   )
 
 
@@ -126,6 +144,7 @@ def _logits_in_parts(
 def _forward_body(refs, outputs, space, *, plan):
   out, lse = outputs
   i, j = pl.program_id(2), pl.program_id(3)
+  refs = join_pages(plan, refs, space, pl.program_id(0), j)
   peak, total, acc = space['peak'], space['total'], space['acc']
 
   @pl.when(j == 0)
@@ -198,26 +217,31 @@ def forward(
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
   """The function of `reference.forward`; out in `tiles.out_dtype`."""
+  if rows.pages is not None and (
+    pages_of_tile(k, v, LANES) is None or rows.pages.size > LARGEST_TABLE
+  ):
+    k, v, rows = paging.side_by_side(k, v, rows)
   plan, operands = prepare(config, False, q, k, v, bias, table, rows, pairs)
   batch, heads, queries = q.shape[0], q.shape[2], plan.t * plan.n
-  values, dtype = operands.v.shape[-1], tiles.out_dtype(v, bias)
+  values, dtype = plan.values, tiles.out_dtype(v, bias)
   outputs = [
     (
       jax.ShapeDtypeStruct((batch, heads, queries, values), dtype),
       pl.BlockSpec(
-        (None, None, plan.t, values), lambda b, h, i, j: (b, h, i, 0)
+        (None, None, plan.t, values), lambda b, h, i, j, *_: (b, h, i, 0)
       ),
     ),
   ]
   scratch = {
     'acc': pltpu.VMEM((plan.t, values), jnp.float32),
     **key_scratch(plan, operands),
+    **page_scratch(plan, operands),
     **column_scratch(operands, ['query_segment', 'query_span'], plan.t),
   }
   if config.weights == 'softmax':
     lse = jax.ShapeDtypeStruct((batch, heads, 1, queries), jnp.float32)
-    row = (None, None, 1, plan.t)
-    outputs.append((lse, pl.BlockSpec(row, lambda b, h, i, j: (b, h, 0, i))))
+    at_row = lambda b, h, i, j, *_: (b, h, 0, i)
+    outputs.append((lse, pl.BlockSpec((None, None, 1, plan.t), at_row)))
     for name in ('peak', 'total'):
       scratch[name] = pltpu.VMEM((plan.t, LANES), jnp.float32)
   out, *lse = _launch(
@@ -230,6 +254,7 @@ def forward(
     scratch,
     'attention_forward',
     interpret,
+    prefetched(plan, k, rows),
   )
   out = jnp.swapaxes(out[:, :, : q.shape[1], : v.shape[-1]], 1, 2)
   return out, lse[0][:, :, 0, : q.shape[1]] if lse else None

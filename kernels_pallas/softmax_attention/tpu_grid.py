@@ -4,6 +4,7 @@ Axes: B sequences, H = G R query heads, n blocks of t queries, m blocks of s
 keys, D and V features, padded to whole lanes.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,8 +14,12 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.common.padding import pad_axis, split_evenly
-from kernels_pallas.softmax_attention import tiles
+from kernels_pallas.common.padding import (
+  pad_axis,
+  round_up,
+  split_evenly,
+)
+from kernels_pallas.softmax_attention import paging, tiles
 from kernels_pallas.softmax_attention.operands import (
   Operands,
   pad_features,
@@ -25,6 +30,7 @@ from kernels_pallas.tuning.table import find_blocks
 
 __all__ = [
   'LANES',
+  'LARGEST_TABLE',
   'Plan',
   'at_pairs',
   'by_key',
@@ -34,12 +40,19 @@ __all__ = [
   'head_major',
   'make_specs',
   'pad_row',
+  'pages_of_tile',
+  'prefetched',
   'prepare',
 ]
 
 LANES = 128
 # Keys of one head that are kept once rotated, in bytes of VMEM.
 _KEPT = 2**22
+# The most pages that a tile of keys is put together from, and the most keys.
+_PAGES = 16
+_LARGEST_TILE = 1024
+# Integers of a table of pages that the memory of scalars takes.
+LARGEST_TABLE = 2**16
 
 
 class Plan(NamedTuple):
@@ -51,10 +64,14 @@ class Plan(NamedTuple):
   s: int
   m: int
   share: int
+  # Whole lanes of V.
+  values: int
   # Number of keys if it is known and matters.
   limit: int | None
   # Whether a key is rotated once and not for every tile of queries.
   kept: bool
+  # Pages of a tile of keys, or 0 if keys lie in no pages.
+  pages: int = 0
 
 
 def _blocks(dim: int, single: bool, backward: bool) -> Blocks:
@@ -62,6 +79,22 @@ def _blocks(dim: int, single: bool, backward: bool) -> Blocks:
   if dim > LANES or single:
     return Blocks(256, 512) if not backward else Blocks(256, 256)
   return Blocks(512, 512)
+
+
+def pages_of_tile(k: jax.Array, v: jax.Array, largest: int) -> int | None:
+  """Pages of a tile of keys, or None where pools have to be copied.
+
+  A block of a pool holds whole lanes of one head and whole tiles of rows, and
+  a tile of logits whole lanes of keys.
+  """
+  page = k.shape[1]
+  whole = k.shape[3] % LANES == v.shape[3] % LANES == 0
+  if not whole or page % (32 // k.dtype.itemsize):
+    return None
+  count = LANES // math.gcd(page, LANES)
+  if count > _PAGES or count * page > max(largest, _LARGEST_TILE):
+    return None
+  return count * max(1, min(_PAGES // count, largest // (count * page)))
 
 
 def _from_table(
@@ -116,14 +149,28 @@ def prepare(
     blocks = blocks or _from_table(dim, q.dtype, backward, kind)
   blocks = blocks or _blocks(dim, q.dtype.itemsize > 2, backward)
   t, n = split_evenly(q.shape[1], blocks.query, LANES)
-  s, m = split_evenly(k.shape[1], blocks.key, LANES)
-  limit = key_limit(rows, config, k.shape[1], q.shape[1], m * s - k.shape[1])
+  count, pages = paging.count_keys(k, rows), 0
+  s, m = split_evenly(count, blocks.key, LANES)
+  if rows.pages is not None:
+    pages = pages_of_tile(k, v, blocks.key) or 0
+    s = pages * k.shape[1]
+    m = -(-count // s)
+  limit = key_limit(rows, config, count, q.shape[1], m * s - count)
   known = limit if isinstance(limit, int) else None
   halves = table is not None
   queries, keys = t * n, s * m
   kept = halves and keys * -(-q.shape[-1] // LANES) * LANES * k.dtype.itemsize
   plan = Plan(
-    config, t, n, s, m, q.shape[2] // k.shape[2], known, 0 < kept <= _KEPT
+    config,
+    t,
+    n,
+    s,
+    m,
+    q.shape[2] // k.shape[2],
+    round_up(v.shape[-1], LANES),
+    known,
+    0 < kept <= _KEPT,
+    pages,
   )
   row = lambda x, size: None if x is None else pad_row(x, size)
   ranges = lambda ids, block, count: (
@@ -138,10 +185,15 @@ def prepare(
     table = table * (config.scale * tiles.unit(config.weights))
     table = expand_table(table, wide.shape[-1]).astype(k.dtype)
     table = pad_axis(table, 1, keys)
+  if pages:
+    # Heads side by side: a block of lanes is a head.
+    flat = lambda x: (x.reshape(*x.shape[:2], -1),) * pages
+    both = flat(k), flat(v)
+  else:
+    both = head_major(k, keys, halves), head_major(v, keys, False)
   return plan, Operands(
     wide,
-    head_major(k, keys, halves),
-    head_major(v, keys, False),
+    *both,
     rows.offset,
     None if known is not None or limit is None else limit,
     row(rows.query_segment, queries),
@@ -158,15 +210,44 @@ def prepare(
   )
 
 
+def prefetched(plan: Plan, k: jax.Array, rows: Rows) -> tuple[jax.Array, ...]:
+  """Pages of each tile [B, pages m] and the last that is needed [B]."""
+  if not plan.pages or rows.pages is None:
+    return ()
+  page, count = k.shape[1], plan.pages * plan.m
+  pages = paging.fill_pages(rows.pages, count)
+  if rows.lengths is None:
+    return pages, jnp.full(pages.shape[0], count - 1, jnp.int32)
+  needed = (jnp.clip(rows.lengths, 1, count * page) - 1) // page
+  return pages, needed.astype(jnp.int32)
+
+
 def make_specs(
-  operands: Operands, plan: Plan, locate: Callable[..., tuple[Any, ...]]
+  operands: Operands,
+  plan: Plan,
+  locate: Callable[..., tuple[Any, ...]],
 ) -> Operands:
   """`locate` maps a point of the grid to (b, h, g, i, j)."""
 
   def spec(block, index):
     return pl.BlockSpec(block, lambda *ids: index(*locate(*ids)))
 
-  dim, values = operands.q.shape[-1], operands.v.shape[-1]
+  def of_page(r, size):
+    def at(*ids):
+      *point, pages, last = ids
+      b, _, g, _, j = locate(*point, pages, last)
+      # A page that is not needed is not fetched: it is the one before.
+      column = jnp.minimum(j * plan.pages + r, last[b])
+      return pages[b, column], 0, g
+
+    return pl.BlockSpec((None, plan.s // plan.pages, size), at)
+
+  def of_keys(size):
+    if plan.pages:
+      return tuple(of_page(r, size) for r in range(plan.pages))
+    return spec((None, None, plan.s, size), lambda b, h, g, i, j: (b, g, j, 0))
+
+  dim, values = operands.q.shape[-1], plan.values
   of_query = spec((None, 1, plan.t), lambda b, h, g, i, j: (b, 0, i))
   of_key = spec((None, 1, plan.s), lambda b, h, g, i, j: (b, 0, j))
   of_head = spec((None, None, 1, plan.t), lambda b, h, g, i, j: (b, h, 0, i))
@@ -179,8 +260,8 @@ def make_specs(
   at_query = lambda b, h, g, i, j: (b, h, i, 0)
   return Operands(
     spec((None, None, plan.t, dim), at_query),
-    spec((None, None, plan.s, dim), lambda b, h, g, i, j: (b, g, j, 0)),
-    spec((None, None, plan.s, values), lambda b, h, g, i, j: (b, g, j, 0)),
+    of_keys(dim),
+    of_keys(values),
     scalars,
     scalars,
     of_query,
@@ -261,7 +342,7 @@ def _near_query(plan: Plan) -> Callable[..., Any]:
 def by_query(plan: Plan) -> Callable[..., tuple[Any, ...]]:
   """Grid (b, h, i, j)."""
   find, share = _next_tiles(plan), np.int32(plan.share)
-  return lambda b, h, i, j: (b, h, jax.lax.div(h, share), *find(i, j))
+  return lambda b, h, i, j, *_: (b, h, jax.lax.div(h, share), *find(i, j))
 
 
 def by_pairs(

@@ -24,8 +24,10 @@ __all__ = [
   'fill_columns',
   'in_parts',
   'key_gain',
+  'join_pages',
   'key_scratch',
   'over_tiles',
+  'page_scratch',
   'query_logits',
   'rotate',
   'seen_keys',
@@ -84,8 +86,51 @@ def key_scratch(plan: Plan, operands: Operands) -> dict[str, Any]:
   """VMEM for the keys of a head that are rotated once, if they are."""
   if not plan.kept:
     return {}
-  shape = plan.s * plan.m, operands.k.shape[-1]
-  return {'rotated': pltpu.VMEM(shape, operands.k.dtype)}
+  shape = plan.s * plan.m, operands.q.shape[-1]
+  return {'rotated': pltpu.VMEM(shape, operands.q.dtype)}
+
+
+def page_scratch(plan: Plan, operands: Operands) -> dict[str, Any]:
+  """VMEM for the pages of a tile, if keys lie in pages."""
+  if not plan.pages:
+    return {}
+  dim, dtype = operands.q.shape[-1], operands.q.dtype
+  return {
+    'own_k': pltpu.VMEM((plan.s, dim), dtype),
+    'own_v': pltpu.VMEM((plan.s, plan.values), dtype),
+  }
+
+
+def join_pages(
+  plan: Plan, refs: Operands, space: dict[str, Any], b: Any, j: Any
+) -> Operands:
+  """`refs` with the pages of tile j of sequence b in one piece."""
+  if not plan.pages:
+    return refs
+  limit = plan.limit if refs.limit is None else refs.limit[b]
+  first = j * plan.s
+
+  def join():
+    for name in ('k', 'v'):
+      place = 0
+      for page in getattr(refs, name):
+        space[f'own_{name}'][pl.ds(place, page.shape[0]), :] = page[...]
+        place += page.shape[0]
+
+  if limit is None:
+    join()
+  else:
+    pl.when(first < limit)(join)
+
+    # Behind the end there may be anything, and 0 * NaN is NaN.
+    @pl.when((first < limit) & (first + plan.s > limit))
+    def _():
+      v = space['own_v']
+      index = jax.lax.broadcasted_iota(jnp.int32, v.shape, 0) + first
+      kept = jnp.where(index < limit, v[...].astype(jnp.float32), 0.0)
+      v[...] = kept.astype(v.dtype)
+
+  return refs._replace(k=space['own_k'], v=space['own_v'])
 
 
 def turned(refs: Operands) -> jax.Array:

@@ -16,12 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas.common.sharding import (
-  Split,
-  find_split,
-  over_mesh,
-)
-from kernels_pallas.softmax_attention import xla
+from kernels_pallas.common.platforms import by_platform
+from kernels_pallas.common.sharding import Split, find_split, over_mesh
+from kernels_pallas.softmax_attention import paging, xla
 from kernels_pallas.softmax_attention.options import Config, Rows
 
 __all__ = ['core', 'refusal']
@@ -45,8 +42,7 @@ def _call(
 ) -> Any:
   """Resolved at lowering, so that cross-compiling picks the right body."""
   plain = functools.partial(getattr(xla, name), config)
-  q, v = args[0], args[2]
-  if implementation == 'xla' or (implementation is None and refusal(q, v)):
+  if implementation == 'xla':
     return plain(*args)
   # The bodies are imported where they are asked for: Triton's may be gone.
   from kernels_pallas.softmax_attention import gpu, tpu
@@ -58,10 +54,9 @@ def _call(
     return body(tpu, True)(*args)
   if implementation == 'interpret_gpu':
     return body(gpu, True)(*args)
-  branches = {'tpu': body(tpu), 'cuda': body(gpu)}
-  if implementation is None:
-    branches['default'] = plain
-  return jax.lax.platform_dependent(*args, **branches)
+  why = refusal(args[0], args[2])
+  bodies = {'tpu': why or body(tpu), 'cuda': why or body(gpu)}
+  return by_platform(implementation, plain, bodies, *args)
 
 
 def _pairs_spec(split: Split, pairs: jax.Array | None) -> Any:
@@ -78,13 +73,15 @@ def _shared_axes(split: Split, pairs: jax.Array) -> tuple[str, ...]:
 
 
 def _specs(split: Split, args: tuple[Any, ...]) -> tuple[Any, ...]:
-  """Of q, k, v, bias, table, rows, pairs."""
+  """Of q, k, v, bias, table, rows, pairs; see `core`."""
   _, _, _, bias, table, rows, pairs = args
   heads = split.spec('b', None, 'h', None)
+  # Any sequence may have any page of a pool.
+  keys = heads if rows.pages is None else split.spec(None, None, 'h', None)
   return (
     heads,
-    heads,
-    heads,
+    keys,
+    keys,
     None if bias is None else split.spec('b', None),
     None if table is None else split.spec('b', None, None),
     jax.tree.map(lambda x: split.spec('b', *[None] * (x.ndim - 1)), rows),
@@ -159,6 +156,10 @@ def _core_forward(config, implementation, *args):
 def _core_backward(config, implementation, residual, cotangents):
   args, out, lse = residual
   g, of_lse = cotangents
+  q, k, v, bias, table, rows, pairs = args
+  apart = lambda k, v: paging.side_by_side(k, v, rows)[:2]
+  (k, v), to_pages = jax.vjp(apart, k, v)
+  args = q, k, v, bias, table, rows._replace(pages=None), pairs
   safe = delta = None
   if lse is not None:
     # A product with ones, which is several times as fast on a CPU as sums of
@@ -170,7 +171,7 @@ def _core_backward(config, implementation, residual, cotangents):
     # A query that sees no key has lse = -inf; its weights are exp(-inf) = 0.
     safe = jnp.where(lse == -jnp.inf, jnp.inf, lse)
   dq, dk, dv, db, dp = _backward(config, implementation, args, safe, delta, g)
-  bias, pairs = args[3], args[6]
+  dk, dv = to_pages((dk, dv))
   db = None if db is None else db.sum(1).astype(bias.dtype)
   dp = None if dp is None else dp.astype(pairs.dtype)
   return dq, dk, dv, db, None, None, dp

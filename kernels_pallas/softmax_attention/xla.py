@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.common.numerics import precision, silu, softmax_step
 from kernels_pallas.common.padding import pad_axis, split_evenly
-from kernels_pallas.softmax_attention import tiles
+from kernels_pallas.softmax_attention import paging, tiles
 from kernels_pallas.softmax_attention.options import Blocks, Config, Rows
 from kernels_pallas.softmax_attention.reference import key_limit, split_heads
 
@@ -87,9 +87,12 @@ class _Plan(NamedTuple):
   furthest: Any
 
 
-def _plan(config: Config, rows: Rows, queries: int, keys: int) -> _Plan:
+def _plan(
+  config: Config, rows: Rows, queries: int, keys: int, page: int = 1
+) -> _Plan:
+  """For keys in pages of that many, if in pages."""
   blocks = config.blocks or _BLOCKS
-  s, m = split_evenly(keys, blocks.key, 1)
+  s, m = split_evenly(keys, max(blocks.key, page), page)
   if config.blocks is None and m == 1:
     # Few keys: the same tile is filled by more queries.
     blocks = Blocks(_BLOCKS.query * max(1, _BLOCKS.key // s), s)
@@ -184,28 +187,50 @@ def _queries(
   return block
 
 
+def _both(
+  k: jax.Array, v: jax.Array, rows: Rows, plan: _Plan
+) -> Callable[[Any], tuple[jax.Array, jax.Array]]:
+  """The j-th block of keys and values, [B, s, G, D]."""
+  if rows.pages is None:
+    k, v = (pad_axis(x, 1, plan.m * plan.s) for x in (k, v))
+    return lambda j: (_slice(k, j, plan.s), _slice(v, j, plan.s))
+  count = plan.s // k.shape[1]
+  pages = paging.fill_pages(rows.pages, plan.m * count)
+
+  def block(j):
+    left = None if rows.lengths is None else rows.lengths - j * plan.s
+    mine = Rows(lengths=left, pages=_slice(pages, j, count))
+    return paging.side_by_side(k, v, mine)[:2]
+
+  return block
+
+
 def _keys(
   k: jax.Array,
   v: jax.Array,
   bias: jax.Array | None,
+  table: jax.Array | None,
   rows: Rows,
   plan: _Plan,
   back: bool,
 ) -> Callable[[Any], _Keys]:
   """The j-th block."""
-  whole = jax.tree.map(
-    lambda x: pad_axis(x, 1, plan.m * plan.s),
-    (k, v, bias, rows.key_segment, rows.key_span),
-  )
+  fill = lambda x: pad_axis(x, 1, plan.m * plan.s)
+  of_keys = table, bias, rows.key_segment, rows.key_span
+  whole = jax.tree.map(fill, of_keys)
+  both = _both(k, v, rows, plan)
 
   def block(j):
-    k, v, *others = jax.tree.map(lambda x: _slice(x, j, plan.s), whole)
+    turn, *others = jax.tree.map(lambda x: _slice(x, j, plan.s), whole)
+    mine, its = both(j)
+    if turn is not None:
+      mine = tiles.rotate(mine, turn[:, :, None])
     plain = lambda x: jnp.moveaxis(x, 1, 2)
     turned = lambda x: jnp.moveaxis(x, 1, 3)
     return _Keys(
-      turned(k),
-      turned(v) if back else plain(v),
-      plain(k) if back else None,
+      turned(mine),
+      turned(its) if back else plain(its),
+      plain(mine) if back else None,
       *jax.tree.map(lambda x: x[:, None, None, None], others),
     )
 
@@ -296,11 +321,11 @@ def forward(
 ) -> tuple[jax.Array, jax.Array | None]:
   """The function of `reference.forward`; out in `tiles.out_dtype`."""
   groups = k.shape[2]
-  plan = _plan(config, rows, q.shape[1], k.shape[1])
-  if table is not None:
-    k = tiles.rotate(k, table[:, :, None])
+  count = paging.count_keys(k, rows)
+  page = 1 if rows.pages is None else k.shape[1]
+  plan = _plan(config, rows, q.shape[1], count, page)
   key_block = _each(
-    _keys(k, v, bias, rows, plan, back=False), plan.m, again=plan.n > 1
+    _keys(k, v, bias, table, rows, plan, back=False), plan.m, again=plan.n > 1
   )
   query_block = _queries(q, rows, plan, groups)
   pairs = _pad_pairs(pairs, plan, groups)
@@ -394,8 +419,7 @@ def backward(
   """
   groups = k.shape[2]
   plan = _plan(config, rows, q.shape[1], k.shape[1])
-  rotated = k if table is None else tiles.rotate(k, table[:, :, None])
-  key_block = _keys(rotated, v, bias, rows, plan, back=True)
+  key_block = _keys(k, v, bias, table, rows, plan, back=True)
   query_block = _each(
     _queries(q, rows, plan, groups, (g, lse, delta)), plan.n, again=plan.m > 1
   )

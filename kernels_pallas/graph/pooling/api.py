@@ -153,7 +153,7 @@ def segment_pool(
     gpu = jax.default_backend() == 'gpu'
   where = 'cuda' if gpu else 'tpu'
   reason = vjp.refusal(values, plain, gate, num_segments, where)
-  check_implementation(implementation, reason, True)
+  check_implementation(implementation, reason)
   operands = values, plain, gate, ids
   nothing = not values.size or (gate is not None and not gate.weight.size)
   if implementation in ('xla', 'reference') or nothing:

@@ -1,4 +1,7 @@
-"""The compilers of real chips take the kernels and their gradients."""
+"""The compilers of real chips take the kernels and their gradients.
+
+For pages, of a program that insists on Pallas, on a machine without it.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -73,12 +76,12 @@ def program(call):
   return gradients, leaves
 
 
-def each(chips, quick):
+def each(chips, quick, calls=CALLS):
   """All pairs of a chip and a call; those that are not quick are slow."""
   return [
     pytest.param(x, y, marks=[] if (x, y) in quick else [pytest.mark.slow])
     for x in chips
-    for y in CALLS
+    for y in calls
   ]
 
 
@@ -102,6 +105,71 @@ def test_gpu(chip, call):
     chip, function, *leaves, spills=call == 'single'
   )
   assert text.count('__gpu$xla.gpu.triton') == 3
+
+
+# Sequences, queries, keys, page, dtype, whether keys are rotated.
+PAGED = {
+  'decode': (8, 1, 4096, 64, 'bfloat16', False),
+  'short pages': (8, 1, 4096, 16, 'bfloat16', True),
+  'prefill': (2, 512, 8192, 128, 'bfloat16', True),
+  'single': (2, 100, 1000, 40, 'float32', False),
+}
+
+
+def paged(call):
+  """Attention to pages of a pool that is four times as large as needed."""
+  b, t, s, page, dtype, turn = PAGED[call]
+  pool = (4 * b * s // page, page, 2, 128), dtype
+  whole = (b, s // page), (b,), (b,), (b, t), (b, s)
+  leaves = [((b, t, 8, 128), dtype), pool, pool]
+  leaves += [(shape, jnp.int32) for shape in whole]
+
+  def function(q, k, v, table, lengths, offset, *positions):
+    rotated = dict(zip(('positions', 'key_positions'), positions, strict=True))
+    return attention(
+      q,
+      k,
+      v,
+      block_table=table,
+      lengths=lengths,
+      causal=True,
+      query_offset=offset,
+      implementation='pallas',
+      **(rotated | {'rope': Rope()} if turn else {}),
+    )
+
+  return function, leaves
+
+
+def check_pages(text):
+  """No copy of the pages outside of the kernel."""
+  assert ' gather(' not in text
+  assert 'dynamic-slice' not in text
+
+
+@pytest.mark.parametrize(
+  ('chip', 'call'),
+  each(
+    tpu_targets.CHIPS,
+    [('v6e:2x2', 'short pages'), ('v4:2x2x1', 'single')],
+    PAGED,
+  ),
+)
+def test_pages_on_tpu(chip, call):
+  text = tpu_targets.compile_for_tpu(chip, *paged(call))
+  assert text.count('custom_call_target="tpu_custom_call"') == 1
+  check_pages(text)
+
+
+@pytest.mark.parametrize(
+  ('chip', 'call'),
+  each(gpu_targets.CHIPS, [('A100', 'single'), ('H100', 'prefill')], PAGED),
+)
+def test_pages_on_gpu(chip, call):
+  function, leaves = paged(call)
+  text = gpu_targets.compile_for_gpu(chip, function, *leaves)
+  assert text.count('__gpu$xla.gpu.triton') == 1
+  check_pages(text)
 
 
 @pytest.mark.parametrize('runs', [False, True])

@@ -226,29 +226,6 @@ def test_memory_does_not_grow_with_the_square():
   assert memory.temp_size_in_bytes < 16 * queries * 2 * 64 * 4 + 2**24
 
 
-def test_pages_equal_keys_that_lie_together():
-  rng = np.random.default_rng(0)
-  shape = problems.Shape(3, 2, 24, dim=8, values=4)
-  q, k, v = (jnp.asarray(x, jnp.float32) for x in problems.operands(shape))
-  # 3 sequences of 4 pages of 6 keys, anywhere in a pool of 15 pages.
-  table = rng.permutation(15)[:12].reshape(3, 4)
-  pool = lambda x: (
-    jnp.full((15, 6, *x.shape[2:]), 7.0)
-    .at[table]
-    .set(x.reshape(3, 4, 6, *x.shape[2:]))
-  )
-  options = {
-    'lengths': np.array([24, 13, 1], np.int32),
-    'query_offset': np.array([22, 11, 0], np.int32),
-  }
-  call = jax.jit(lambda q, k, v, **o: attention(q, k, v, causal=True, **o))
-  want = call(q, k, v, **options)
-  got = call(q, pool(k), pool(v), block_table=table, **options)
-  np.testing.assert_array_equal(got, want)
-  with pytest.raises(ValueError, match='holds 15, but there are 15 pages'):
-    attention(q, pool(k), pool(v), block_table=table + 15 - table.max())
-
-
 def test_nothing_to_attend_to():
   q, k = jnp.ones((1, 3, 2, 8)), jnp.ones((1, 0, 2, 8))
   out, lse = attention(q, k, k, return_lse=True)
@@ -256,6 +233,16 @@ def test_nothing_to_attend_to():
   assert lse.shape == (1, 3, 2)
   assert not out.any()
   assert np.isneginf(lse).all()
+
+
+def test_sums_alone():
+  rng = np.random.default_rng(0)
+  q, k = (jnp.asarray(rng.normal(size=(1, 5, 2, 8)), jnp.float32) for _ in 'qk')
+  none = jnp.zeros((1, 5, 2, 0))
+  _, want = attention(q, k, k, return_lse=True)
+  out, lse = attention(q, k, none, return_lse=True)
+  assert out.shape == (1, 5, 2, 0)
+  np.testing.assert_array_equal(lse, want)
 
 
 def test_bad_input_is_named():
@@ -292,6 +279,8 @@ def test_bad_input_is_named():
     (ValueError, 'holds -3', (q, k, v), turn | {'positions': ids[0] - 3}),
     (ValueError, 'theta=-1', (q, k, v), turn | {'rope': Rope(-1.0)}),
     (ValueError, 'multiples of 16', (q, k, v), {'blocks': Blocks(8, 16)}),
+    (TypeError, 'rope=True is no Rope', (q, k, v), {'rope': True}),
+    (TypeError, 'expected a Spans', (q, k, v), {'spans': ids}),
   ]
   for error, message, arrays, options in cases:
     with pytest.raises(error, match=message):

@@ -105,7 +105,7 @@ def plan(flags: argparse.Namespace) -> list[tuple[Any, ...]]:
         for peer in PEERS:
           if peer.op != case.op or peer.platform not in (chip.platform, 'any'):
             continue
-          tried = peer.blocks if flags.blocks == 'all' else peer.blocks[:2]
+          tried = peer.blocks if flags.blocks == 'all' else peer.blocks[:3]
           for blocks in tried:
             function = peer.make(case, blocks)
             if function is not None:

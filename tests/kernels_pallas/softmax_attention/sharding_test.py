@@ -114,3 +114,44 @@ def test_runs_of_the_kernels(path):
       jax.tree.map(lambda x, i=i: x[i], got),
       jax.jit(gradients)(*(x[i] for x in runs)),
     )
+
+
+@pytest.mark.parametrize('path', [None, 'interpret'])
+def test_pages_of_a_pool_under_a_mesh(path):
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  q, k, v = draw(4, 9, 4, 128), draw(20, 16, 2, 128), draw(20, 16, 2, 128)
+  table = jnp.asarray(rng.permutation(20)[:16].reshape(4, 4), jnp.int32)
+  lengths = jnp.array([64, 9, 33, 17])
+
+  def out(q, k, v, table, lengths, path=path):
+    return attention(
+      q,
+      k,
+      v,
+      block_table=table,
+      lengths=lengths,
+      causal=True,
+      query_offset=lengths - 9,
+      implementation=path,
+    )
+
+  def both(*args):
+    loss = lambda *args: jnp.sum(out(*args) ** 2)
+    return out(*args), jax.grad(loss, (0, 1, 2))(*args)
+
+  args = q, k, v, table, lengths
+  where = mesh('data', 'model')
+  pool = P(None, None, 'model')
+  specs = P('data', None, 'model'), pool, pool, P('data'), P('data')
+  placed = [
+    jax.device_put(x, NamedSharding(where, s))
+    for x, s in zip(args, specs, strict=True)
+  ]
+  with jax.set_mesh(where):
+    compiled = jax.jit(both).lower(*placed).compile()
+  assert 'all-gather' not in compiled.as_text()
+  got = compiled(*placed)
+  assert got[0].sharding.is_equivalent_to(placed[0].sharding, 4)
+  close(got, jax.jit(both)(*args))
+  close(got[0], out(*args, path='reference'))

@@ -139,13 +139,13 @@ def hstu_attention(
   )
   bias = _bias(bias, q, keys)
   norm = checked_norm(norm, batch, keys)
-  k, v = paging.existing(k, v, rows)
   if not (batch and queries and heads and keys and v.shape[3]):
     return jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype)
-  args = q, k, v, None, None, rows, bias
+  args = None, None, rows, bias
   if implementation == 'reference':
-    out, _ = reference.forward(config, *args)
+    k, v = paging.existing(k, v, rows)
+    out, _ = reference.forward(config, q, k, v, *args)
   else:
-    both: Any = vjp.core(config, implementation, *args)
+    both: Any = vjp.core(config, implementation, q, k, v, *args)
     out, _ = both
   return (out / norm).astype(out.dtype)

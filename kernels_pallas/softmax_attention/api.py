@@ -175,6 +175,8 @@ def _compute(
   # Annotations do not see through custom_vjp.
   both: Any
   if implementation == 'reference':
+    k, v, rows = paging.side_by_side(k, v, rows)
+    k, v = paging.existing(k, v, rows)
     both = reference.forward(config, q, k, v, bias, table, rows)
     return both
   folded, groups = one_query.foldable(config, q, k.shape[2]), k.shape[2]
@@ -296,10 +298,6 @@ def attention(
     # The logarithm of the sums needs no values.
     v = pad_axis(v, 3, 1)
   q, k, table = _rotate(q, k, keys, rope, positions, key_positions)
-  if pages is None:
-    k, v = paging.existing(k, v, rows)
-  elif implementation == 'reference':
-    k, v, rows = paging.side_by_side(k, v, rows)
   if not (batch and queries and heads and keys):
     out = jnp.zeros((*q.shape[:3], values), v.dtype)
     lse = jnp.full((batch, heads, queries), -jnp.inf, jnp.float32)

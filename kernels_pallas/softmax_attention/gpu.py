@@ -113,10 +113,18 @@ def _add_pairs(x, seen, tile):
   return x + tile, tiles.shown(tile, seen)
 
 
-def _walk_keys(plan: Plan, refs: Operands, add, start):
+def _existing(refs: Operands, x: jax.Array, index: jax.Array) -> jax.Array:
+  """Zeros for rows beyond the end, which may hold anything: 0 * NaN is NaN."""
+  if refs.limit is None:
+    return x
+  return jnp.where((index < refs.limit[0])[:, None], x, jnp.zeros_like(x))
+
+
+def _walk_keys(plan: Plan, refs: Operands, add, start, clean: bool = False):
   """Folds add(carry, keys, values, logits, seen) over the tiles of keys.
 
-  `values` loads the values of the tile.
+  `values` loads the values of the tile. Logits of keys that do not exist are
+  never seen, the keys themselves only if `clean` asks for zeros.
   """
   config = plan.config
   offset, limit = _limits(config, plan, refs)
@@ -141,13 +149,9 @@ def _walk_keys(plan: Plan, refs: Operands, add, start):
     seen = tiles.visible(config, side, mine, limit)
     tile = None if refs.pairs is None else refs.pairs[:, rows]
 
-    def values():
-      v = refs.v[places, :]
-      if not plan.page or limit is None:
-        return v
-      # Behind the end there may be anything, and 0 * NaN is NaN.
-      return jnp.where((index < limit)[:, None], v, jnp.zeros_like(v))
-
+    values = lambda: _existing(refs, refs.v[places, :], index)
+    if clean:
+      keys = [_existing(refs, x, index) for x in keys]
     return add(carry, keys, values, *_add_pairs(x, seen, tile))
 
   return jax.lax.fori_loop(low, high, step, start)
@@ -261,7 +265,7 @@ def _dq_body(refs, outputs, space, *, plan):
 
   halves = _halves(refs)
   start = [jnp.zeros((plan.t, part.size), jnp.float32) for part in halves]
-  dq = _walk_keys(plan, refs, add, start)
+  dq = _walk_keys(plan, refs, add, start, clean=True)
   for part, total in zip(halves, dq, strict=True):
     scaled = total * plan.config.scale
     outputs[0][:, part] = scaled.astype(outputs[0].dtype)
@@ -274,8 +278,9 @@ def _dkv_body(refs, outputs, space, *, plan):
   j = jax.lax.rem(pl.program_id(0), np.int32(plan.m))
   first = j * plan.s
   whole = pl.ds(0, plan.s)
-  keys, v = _keys(refs, whole), refs.v[...]
-  side = _side(refs, 'key', first + jnp.arange(plan.s), whole, 0)
+  index = first + jnp.arange(plan.s)
+  keys, v = _keys(refs, whole), _existing(refs, refs.v[...], index)
+  side = _side(refs, 'key', index, whole, 0)
   span = first, first + plan.s - 1
   bounds = tiles.query_blocks(config, span, (offset, offset), plan.t, plan.n)
   low, high = within(bounds, refs.key_range, j)

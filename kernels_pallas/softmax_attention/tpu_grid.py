@@ -190,6 +190,7 @@ def prepare(
     flat = lambda x: (x.reshape(*x.shape[:2], -1),) * pages
     both = flat(k), flat(v)
   else:
+    k, v = paging.existing(k, v, rows)
     both = head_major(k, keys, halves), head_major(v, keys, False)
   return plan, Operands(
     wide,

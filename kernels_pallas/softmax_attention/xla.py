@@ -193,14 +193,17 @@ def _both(
   """The j-th block of keys and values, [B, s, G, D]."""
   if rows.pages is None:
     k, v = (pad_axis(x, 1, plan.m * plan.s) for x in (k, v))
-    return lambda j: (_slice(k, j, plan.s), _slice(v, j, plan.s))
-  count = plan.s // k.shape[1]
-  pages = paging.fill_pages(rows.pages, plan.m * count)
+  else:
+    count = plan.s // k.shape[1]
+    pages = paging.fill_pages(rows.pages, plan.m * count)
 
   def block(j):
     left = None if rows.lengths is None else rows.lengths - j * plan.s
-    mine = Rows(lengths=left, pages=_slice(pages, j, count))
-    return paging.side_by_side(k, v, mine)[:2]
+    if rows.pages is not None:
+      mine = Rows(lengths=left, pages=_slice(pages, j, count))
+      return paging.side_by_side(k, v, mine)[:2]
+    both = _slice(k, j, plan.s), _slice(v, j, plan.s)
+    return paging.existing(*both, Rows(lengths=left))
 
   return block
 

@@ -20,7 +20,21 @@ from kernels_pallas.softmax_attention import paging, tiles
 from kernels_pallas.softmax_attention.options import Blocks, Config, Rows
 from kernels_pallas.softmax_attention.reference import key_limit, split_heads
 
-__all__ = ['backward', 'forward']
+__all__ = [
+  'Keys',
+  'Plan',
+  'Queries',
+  'backward',
+  'dot',
+  'forward',
+  'join_blocks',
+  'logits',
+  'make_plan',
+  'pad_pairs',
+  'segment_blocks',
+  'split_groups',
+  'within',
+]
 
 # A tile of logits of one head then stays in the second-level cache.
 _BLOCKS = Blocks(query=256, key=512)
@@ -32,7 +46,7 @@ _BLOCKS = Blocks(query=256, key=512)
 # gradients of keys and values that are summed turned.
 
 
-class _Queries(NamedTuple):
+class Queries(NamedTuple):
   """A block of queries: [B, G, R, t, ...] and their integers.
 
   Attributes:
@@ -49,7 +63,7 @@ class _Queries(NamedTuple):
   back: Any = None
 
 
-class _Keys(NamedTuple):
+class Keys(NamedTuple):
   """A block of keys and what belongs to each key.
 
   Attributes:
@@ -69,7 +83,7 @@ class _Keys(NamedTuple):
   span: jax.Array | None
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
   """Sizes of the loops, and where things lie."""
 
   config: Config
@@ -87,9 +101,9 @@ class _Plan(NamedTuple):
   furthest: Any
 
 
-def _plan(
+def make_plan(
   config: Config, rows: Rows, queries: int, keys: int, page: int = 1
-) -> _Plan:
+) -> Plan:
   """For keys in pages of that many, if in pages."""
   blocks = config.blocks or _BLOCKS
   s, m = split_evenly(keys, max(blocks.key, page), page)
@@ -104,12 +118,12 @@ def _plan(
   limit = furthest = key_limit(rows, config, keys, queries, m * s - keys)
   if rows.lengths is not None:
     limit, furthest = limit[:, None, None, None, None], limit.max()
-  return _Plan(
+  return Plan(
     config, queries, keys, t, n, s, m, offset, offsets, limit, furthest
   )
 
 
-def _segment_blocks(rows: Rows, plan: _Plan, of_keys: bool) -> Any:
+def segment_blocks(rows: Rows, plan: Plan, of_keys: bool) -> Any:
   """Blocks of keys per block of queries, or the reverse: [n] or [m] each.
 
   They are those that any sequence needs. None without segments.
@@ -124,7 +138,7 @@ def _segment_blocks(rows: Rows, plan: _Plan, of_keys: bool) -> Any:
   return found[:, 0].min(0), found[:, 1].max(0)
 
 
-def _within(bounds: tuple[Any, Any], blocks: Any, index: Any) -> Any:
+def within(bounds: tuple[Any, Any], blocks: Any, index: Any) -> Any:
   """First and one past the last block that both allow."""
   if blocks is None:
     return bounds
@@ -138,7 +152,7 @@ def _slice(x: jax.Array, index: Any, block: int, axis: int = 1) -> jax.Array:
   return jax.lax.dynamic_slice_in_dim(x, index * block, block, axis)
 
 
-def _split(x: jax.Array, groups: int) -> jax.Array:
+def split_groups(x: jax.Array, groups: int) -> jax.Array:
   """[B, t, H, ...] -> [B, G, R, t, ...]."""
   x = x.reshape(*x.shape[:2], groups, -1, *x.shape[3:])
   return jnp.moveaxis(x, 1, 3)
@@ -156,8 +170,8 @@ def _each(
 
 
 def _queries(
-  q: jax.Array, rows: Rows, plan: _Plan, groups: int, back: Any = None
-) -> Callable[[Any], _Queries]:
+  q: jax.Array, rows: Rows, plan: Plan, groups: int, back: Any = None
+) -> Callable[[Any], Queries]:
   """The i-th block; `back` holds g, lse and delta."""
   size = plan.n * plan.t
   # Queries of padding are cut off, or weigh nothing: their lse is infinite.
@@ -173,22 +187,22 @@ def _queries(
       lambda x: _slice(x, i, plan.t, axis), tree
     )
     mine, *integers = cut(wide)
-    mine = _split(mine, groups)
+    mine = split_groups(mine, groups)
     frames = jax.tree.map(lambda x: x[:, None, None, :, None], integers)
     if back is None:
-      return _Queries(mine, *frames)
-    g = _split(cut(back[0]), groups)
+      return Queries(mine, *frames)
+    g = split_groups(cut(back[0]), groups)
     columns = jax.tree.map(
       lambda x: split_heads(x, groups)[..., None], cut(back[1:], 2)
     )
     turned = lambda x: jnp.moveaxis(x, 4, 2)
-    return _Queries(mine, *frames, back=(turned(mine), g, turned(g), *columns))
+    return Queries(mine, *frames, back=(turned(mine), g, turned(g), *columns))
 
   return block
 
 
 def _both(
-  k: jax.Array, v: jax.Array, rows: Rows, plan: _Plan
+  k: jax.Array, v: jax.Array, rows: Rows, plan: Plan
 ) -> Callable[[Any], tuple[jax.Array, jax.Array]]:
   """The j-th block of keys and values, [B, s, G, D]."""
   if rows.pages is None:
@@ -214,9 +228,9 @@ def _keys(
   bias: jax.Array | None,
   table: jax.Array | None,
   rows: Rows,
-  plan: _Plan,
+  plan: Plan,
   back: bool,
-) -> Callable[[Any], _Keys]:
+) -> Callable[[Any], Keys]:
   """The j-th block."""
   fill = lambda x: pad_axis(x, 1, plan.m * plan.s)
   of_keys = table, bias, rows.key_segment, rows.key_span
@@ -230,7 +244,7 @@ def _keys(
       mine = tiles.rotate(mine, turn[:, :, None])
     plain = lambda x: jnp.moveaxis(x, 1, 2)
     turned = lambda x: jnp.moveaxis(x, 1, 3)
-    return _Keys(
+    return Keys(
       turned(mine),
       turned(its) if back else plain(its),
       plain(mine) if back else None,
@@ -240,13 +254,13 @@ def _keys(
   return block
 
 
-def _join(x: jax.Array, size: int) -> jax.Array:
+def join_blocks(x: jax.Array, size: int) -> jax.Array:
   """[count, B, block, ...] -> [B, size, ...]."""
   x = jnp.moveaxis(x, 0, 1)
   return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :size]
 
 
-def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
   """Sums in float32 or wider, operands in the dtype of b."""
   return jnp.einsum(
     subscripts,
@@ -257,16 +271,16 @@ def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
   )
 
 
-def _logits(
-  plan: _Plan,
-  q: _Queries,
-  k: _Keys,
+def logits(
+  plan: Plan,
+  q: Queries,
+  k: Keys,
   pairs: jax.Array | None,
   i: jax.Array,
   j: jax.Array,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """[B, G, R, t, s], and which of them are seen."""
-  x = _dot('bgrtd,bgds->bgrts', q.values, k.turned) * plan.config.scale
+  """[B, G, R, t, s], and which of them are seen; `pairs` are of the tile."""
+  x = dot('bgrtd,bgds->bgrts', q.values, k.turned) * plan.config.scale
   if k.bias is not None:
     x += k.bias.astype(x.dtype)
   column = jnp.arange(plan.t)[None, None, None, :, None] + i * plan.t
@@ -279,21 +293,28 @@ def _logits(
   )
   if pairs is None:
     return x, mask
-  size = (*pairs.shape[:-2], plan.t, plan.s)
-  tile = jax.lax.dynamic_slice(pairs, (0, 0, 0, i * plan.t, j * plan.s), size)
-  x += tile.astype(x.dtype)
+  x += pairs.astype(x.dtype)
   shown = x > -jnp.inf
   return x, shown if mask is None else mask & shown
 
 
-def _pad_pairs(
-  pairs: jax.Array | None, plan: _Plan, groups: int
+def pad_pairs(
+  pairs: jax.Array | None, plan: Plan, groups: int
 ) -> jax.Array | None:
   """[1 or B, 1 or G, 1 or R, n t, m s]."""
   if pairs is None:
     return None
   pairs = pad_axis(pad_axis(pairs, 2, plan.n * plan.t), 3, plan.m * plan.s)
   return split_heads(pairs, groups)
+
+
+def _cut_pairs(
+  pairs: jax.Array | None, plan: Plan, i: jax.Array, j: jax.Array
+) -> jax.Array | None:
+  if pairs is None:
+    return None
+  size = (*pairs.shape[:-2], plan.t, plan.s)
+  return jax.lax.dynamic_slice(pairs, (0, 0, 0, i * plan.t, j * plan.s), size)
 
 
 def _add_tile(
@@ -305,11 +326,6 @@ def _add_tile(
   at = (0, 0, 0, i * tile.shape[-2], j * tile.shape[-1])
   old = jax.lax.dynamic_slice(total, at, tile.shape)
   return jax.lax.dynamic_update_slice(total, old + tile, at)
-
-
-def _pick(blocks: Any, index: jax.Array) -> Any:
-  take = lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False)
-  return jax.tree.map(take, blocks)
 
 
 def forward(
@@ -326,15 +342,15 @@ def forward(
   groups = k.shape[2]
   count = paging.count_keys(k, rows)
   page = 1 if rows.pages is None else k.shape[1]
-  plan = _plan(config, rows, q.shape[1], count, page)
+  plan = make_plan(config, rows, q.shape[1], count, page)
   key_block = _each(
     _keys(k, v, bias, table, rows, plan, back=False), plan.m, again=plan.n > 1
   )
   query_block = _queries(q, rows, plan, groups)
-  pairs = _pad_pairs(pairs, plan, groups)
+  pairs = pad_pairs(pairs, plan, groups)
   wide = jnp.promote_types(q.dtype, jnp.float32)
   silu_weights = config.weights == 'silu'
-  meeting = _segment_blocks(rows, plan, True)
+  meeting = segment_blocks(rows, plan, True)
 
   def block(i):
     queries = query_block(i)
@@ -346,18 +362,18 @@ def forward(
       plan.s,
       plan.m,
     )
-    low, high = _within(bounds, meeting, i)
+    low, high = within(bounds, meeting, i)
 
     def add(j, carry):
       peak, total, out = carry
       tile = key_block(j)
-      x, seen = _logits(plan, queries, tile, pairs, i, j)
+      x, seen = logits(plan, queries, tile, _cut_pairs(pairs, plan, i, j), i, j)
       if silu_weights:
         weights, decay = silu(tiles.hide(x, seen, 0.0))[0], 1.0
       else:
         x = tiles.hide(x, seen, -jnp.inf)
         weights, decay, peak, total = softmax_step(x, peak, total, -1, jnp.exp)
-      out = out * decay + _dot('bgrts,bgsv->bgrtv', weights, tile.values)
+      out = out * decay + dot('bgrts,bgsv->bgrtv', weights, tile.values)
       return peak, total, out
 
     shape = queries.values.shape[:-1]
@@ -383,7 +399,7 @@ def forward(
     found = jax.tree.map(lambda x: x[None], block(0))
   else:
     found = jax.lax.map(block, jnp.arange(plan.n))
-  out, lse = jax.tree.map(lambda x: _join(x, plan.queries), found)
+  out, lse = jax.tree.map(lambda x: join_blocks(x, plan.queries), found)
   return out, None if lse is None else jnp.swapaxes(lse, 1, 2)
 
 
@@ -421,14 +437,14 @@ def backward(
     pairs, in their shape, float32 or wider, or None.
   """
   groups = k.shape[2]
-  plan = _plan(config, rows, q.shape[1], k.shape[1])
+  plan = make_plan(config, rows, q.shape[1], k.shape[1])
   key_block = _keys(k, v, bias, table, rows, plan, back=True)
   query_block = _each(
     _queries(q, rows, plan, groups, (g, lse, delta)), plan.n, again=plan.m > 1
   )
   wide = jnp.promote_types(q.dtype, jnp.float32)
-  padded = _pad_pairs(pairs, plan, groups)
-  meeting = _segment_blocks(rows, plan, False)
+  padded = pad_pairs(pairs, plan, groups)
+  meeting = segment_blocks(rows, plan, False)
 
   def block(carry, j):
     dq, dp = carry
@@ -440,26 +456,26 @@ def backward(
       plan.t,
       plan.n,
     )
-    low, high = _within(bounds, meeting, j)
+    low, high = within(bounds, meeting, j)
 
     def add(i, carry):
       dq, dp, dk, dv, db = carry
       mine = query_block(i)
       q_turned, g, g_turned, lse, delta = mine.back
-      x, seen = _logits(plan, mine, tile, padded, i, j)
-      inner = _dot('bgrtv,bgvs->bgrts', g, tile.values)
+      x, seen = logits(plan, mine, tile, _cut_pairs(padded, plan, i, j), i, j)
+      inner = dot('bgrtv,bgvs->bgrts', g, tile.values)
       weights, slope = tiles.slopes(
         config.weights, x, seen, lse, delta, inner, jnp.exp
       )
-      dv += _dot('bgvrt,bgrts->bgvs', g_turned, weights.astype(g.dtype))
+      dv += dot('bgvrt,bgrts->bgvs', g_turned, weights.astype(g.dtype))
       if dp is not None:
         dp = _add_tile(dp, slope, i, j)
       if bias is not None:
         db += slope.sum((2, 3))
       slope = slope * config.scale
-      dk += _dot('bgdrt,bgrts->bgds', q_turned, slope.astype(q.dtype))
+      dk += dot('bgdrt,bgrts->bgds', q_turned, slope.astype(q.dtype))
       old = jax.lax.dynamic_index_in_dim(dq, i, 0, keepdims=False)
-      new = old + _dot('bgrts,bgsd->bgrtd', slope, tile.plain)
+      new = old + dot('bgrts,bgsd->bgrtd', slope, tile.plain)
       dq = jax.lax.dynamic_update_index_in_dim(dq, new, i, 0)
       return dq, dp, dk, dv, db
 
@@ -484,7 +500,7 @@ def backward(
     found = jax.tree.map(lambda x: x[None], found)
   else:
     (dq, dp), found = jax.lax.scan(block, (dq, dp), jnp.arange(plan.m))
-  dk, dv, db = jax.tree.map(lambda x: _join(x, plan.keys), found)
+  dk, dv, db = jax.tree.map(lambda x: join_blocks(x, plan.keys), found)
   if pairs is not None and dp is not None:
     dp = dp.reshape(*pairs.shape[:2], *dp.shape[3:])
     dp = dp[:, :, : plan.queries, : plan.keys]
@@ -493,4 +509,4 @@ def backward(
   db = None if db is None else jnp.swapaxes(db, 1, 2)
   # [n, B, G, R, t, D] -> [B, T, H, D]
   dq = jnp.moveaxis(dq, 4, 2).reshape(plan.n, q.shape[0], plan.t, *q.shape[2:])
-  return _join(dq, plan.queries).astype(q.dtype), dk, dv, db, dp
+  return join_blocks(dq, plan.queries).astype(q.dtype), dk, dv, db, dp

@@ -303,5 +303,5 @@ def attention(
     lse = jnp.full((batch, heads, queries), -jnp.inf, jnp.float32)
   else:
     out, lse = _compute(config, implementation, q, k, v, bias, table, rows)
-  out = out[..., :values]
+  out = out[..., :values].astype(v.dtype)
   return (out, jnp.swapaxes(lse, 1, 2)) if return_lse else out

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from kernels_pallas.common.platforms import by_platform
 from kernels_pallas.common.sharding import Split, find_split, over_mesh
-from kernels_pallas.softmax_attention import paging, xla
+from kernels_pallas.softmax_attention import higher_order, paging, xla
 from kernels_pallas.softmax_attention.options import Config, Rows
 
 __all__ = ['core', 'refusal']
@@ -101,18 +101,16 @@ def _forward(
   return function(*args)
 
 
-def _backward(
-  config: Config,
-  implementation: str | None,
+def _on_devices(
+  function: Callable[..., tuple[Any, ...]],
   args: tuple[Any, ...],
   lse: jax.Array | None,
   delta: jax.Array | None,
   g: jax.Array,
 ) -> tuple[Any, ...]:
-  """Of `args`, those of `core`."""
+  """`function`, as `xla.backward`, of `args`, those of `core`, and the rest."""
   split, pairs = find_split(args[0].shape[0], args[1].shape[2]), args[6]
   own = *args[:6], lse, delta, g, pairs
-  function = lambda *a: _call('backward', config, implementation, a)
   if split is None:
     return function(*own)
   heads, rows = split.spec('b', None, 'h', None), split.spec('b', 'h', None)
@@ -131,6 +129,40 @@ def _backward(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _backward(
+  config: Config,
+  implementation: str | None,
+  args: tuple[Any, ...],
+  lse: jax.Array | None,
+  delta: jax.Array | None,
+  g: jax.Array,
+) -> tuple[Any, ...]:
+  """Of `args`, those of `core`."""
+  function = lambda *a: _call('backward', config, implementation, a)
+  return _on_devices(function, args, lse, delta, g)
+
+
+def _backward_forward(config, implementation, *operands):
+  return _backward(config, implementation, *operands), operands
+
+
+def _backward_backward(config, implementation, operands, cotangents):
+  (q, k, v, bias, table, rows, pairs), *others = operands
+
+  def again(q, k, v, bias, pairs, *others):
+    args = q, k, v, bias, table, rows, pairs
+    function = functools.partial(higher_order.backward, config)
+    return _on_devices(function, args, *others)
+
+  _, vjp = jax.vjp(again, q, k, v, bias, pairs, *others)
+  *found, dp, of_lse, of_delta, of_g = vjp(cotangents)
+  return (*found, None, None, dp), of_lse, of_delta, of_g
+
+
+_backward.defvjp(_backward_forward, _backward_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def core(
   config: Config,
   implementation: str | None,
@@ -142,15 +174,17 @@ def core(
   rows: Rows,
   pairs: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """The function of `reference.forward` on the platform of the program."""
-  args = q, k, v, bias, table, rows, pairs
-  out, lse = _forward(config, implementation, *args)
-  return out.astype(v.dtype), lse
+  """The function of `reference.forward` on the platform of the program.
+
+  But out is in `tiles.out_dtype`. Differentiable to any order in reverse mode.
+  """
+  return _forward(config, implementation, q, k, v, bias, table, rows, pairs)
 
 
 def _core_forward(config, implementation, *args):
-  out, lse = _forward(config, implementation, *args)
-  return (out.astype(args[2].dtype), lse), (args, out, lse)
+  # Not _forward: the gradients depend on out and lse, and have gradients too.
+  outputs: Any = core(config, implementation, *args)
+  return outputs, (args, *outputs)
 
 
 def _core_backward(config, implementation, residual, cotangents):
@@ -160,6 +194,8 @@ def _core_backward(config, implementation, residual, cotangents):
   apart = lambda k, v: paging.side_by_side(k, v, rows)[:2]
   (k, v), to_pages = jax.vjp(apart, k, v)
   args = q, k, v, bias, table, rows._replace(pages=None), pairs
+  # Exact: it is the cotangent of out in the dtype of v.
+  g = g.astype(v.dtype)
   safe = delta = None
   if lse is not None:
     # A product with ones, which is several times as fast on a CPU as sums of
@@ -170,7 +206,9 @@ def _core_backward(config, implementation, residual, cotangents):
     delta = jnp.swapaxes(delta[..., 0], 1, 2) - of_lse
     # A query that sees no key has lse = -inf; its weights are exp(-inf) = 0.
     safe = jnp.where(lse == -jnp.inf, jnp.inf, lse)
-  dq, dk, dv, db, dp = _backward(config, implementation, args, safe, delta, g)
+  # Annotations do not see through custom_vjp.
+  found: Any = _backward(config, implementation, args, safe, delta, g)
+  dq, dk, dv, db, dp = found
   dk, dv = to_pages((dk, dv))
   db = None if db is None else db.sum(1).astype(bias.dtype)
   dp = None if dp is None else dp.astype(pairs.dtype)

@@ -50,8 +50,7 @@ def _take(sides: Sides, i: Any, j: Any) -> Sides:
 
   def cut(x):
     size = *x.shape[:-2], x.shape[-2] // n, x.shape[-1] // m
-    at = (*[0] * (x.ndim - 2), i * size[-2], j * size[-1])
-    return jax.lax.dynamic_slice(x, at, size)
+    return jax.lax.dynamic_slice(x, xla.corner(size, i, j), size)
 
   return Sides(
     _pick(sides.queries, i),
@@ -91,9 +90,7 @@ def sum_tiles(
       queries, keys, pairs = carry
       found = tile(fixed, i, j, _take(sides, i, j))
       put = lambda whole, x: jax.lax.dynamic_update_slice(
-        whole,
-        x,
-        (*[0] * (x.ndim - 2), i * x.shape[-2], j * x.shape[-1]),
+        whole, x, xla.corner(x.shape, i, j)
       )
       queries = jax.tree.map(
         lambda a, x: a.at[i].add(x), queries, found.queries

@@ -25,6 +25,7 @@ __all__ = [
   'Plan',
   'Queries',
   'backward',
+  'corner',
   'dot',
   'forward',
   'join_blocks',
@@ -308,13 +309,20 @@ def pad_pairs(
   return split_heads(pairs, groups)
 
 
+def corner(size: tuple[int, ...], i: Any, j: Any) -> tuple[jax.Array, ...]:
+  """Where the tile i, j of that size begins."""
+  # Counters of loops differ in type if integers have 64 bits.
+  at = *[0] * (len(size) - 2), i * size[-2], j * size[-1]
+  return tuple(jnp.asarray(x, jnp.int32) for x in at)
+
+
 def _cut_pairs(
   pairs: jax.Array | None, plan: Plan, i: jax.Array, j: jax.Array
 ) -> jax.Array | None:
   if pairs is None:
     return None
   size = (*pairs.shape[:-2], plan.t, plan.s)
-  return jax.lax.dynamic_slice(pairs, (0, 0, 0, i * plan.t, j * plan.s), size)
+  return jax.lax.dynamic_slice(pairs, corner(size, i, j), size)
 
 
 def _add_tile(
@@ -323,7 +331,7 @@ def _add_tile(
   """Adds [B, G, R, t, s], summed where `total` has size 1."""
   axes = [a for a in range(3) if total.shape[a] == 1]
   tile = jnp.sum(tile, axes, keepdims=True)
-  at = (0, 0, 0, i * tile.shape[-2], j * tile.shape[-1])
+  at = corner(tile.shape, i, j)
   old = jax.lax.dynamic_slice(total, at, tile.shape)
   return jax.lax.dynamic_update_slice(total, old + tile, at)
 

@@ -6,10 +6,11 @@ and keys, V features of values. The layout is [B, N, H, D] throughout.
 `implementation`, also that of `hstu_attention`: None is Pallas on TPU and GPU
 and a loop over tiles elsewhere, decided when the program is compiled, and the
 loop wherever Pallas can not; "pallas" insists on Pallas; "xla" is the loop, 64k
-items in bounded memory, and for XOR attention differentiable to second order;
-"reference" holds all logits at once, and alone has forward mode and the second
-order of HSTU's; "interpret" and "interpret_gpu" run the TPU's and the GPU's
-body in Pallas' interpreter.
+items in bounded memory; "reference" holds all logits at once, and alone has
+forward mode; "interpret" and "interpret_gpu" run the TPU's and the GPU's body
+in Pallas' interpreter. Derivatives of higher order, in reverse mode: HSTU's by
+all of them, as those of `kernels_pallas.softmax_attention.api`, XOR attention's
+by "xla" and "reference".
 
 Under a mesh (`jax.set_mesh`) whose axes are of type Auto, sequences are divided
 over the axis 'data' and heads over 'model' where these divide them, and

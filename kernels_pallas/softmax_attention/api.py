@@ -6,9 +6,13 @@ queries and keys, V features of values. The layout is [B, T, H, D] throughout.
 `implementation`: None is Pallas on TPU and GPU and a loop over tiles elsewhere,
 decided when the program is compiled, and the loop wherever Pallas can not;
 "pallas" insists on Pallas; "xla" is the loop, 64k tokens in bounded memory;
-"reference" holds all logits at once, and alone has forward mode and derivatives
-of second order; "interpret" and "interpret_gpu" run the TPU's and the GPU's
-body in Pallas' interpreter.
+"reference" holds all logits at once, and alone has forward mode; "interpret"
+and "interpret_gpu" run the TPU's and the GPU's body in Pallas' interpreter.
+
+In reverse mode all have derivatives of any order, in bounded memory but for
+"reference": `jax.grad` of a function of `jax.grad`. Values and gradients come
+from the implementation asked for; what is derived from gradients, from a loop
+over tiles in plain jnp.
 
 Under a mesh (`jax.set_mesh`) whose axes are of type Auto, sequences are divided
 over the axis 'data' and heads over 'model' where these divide them, and

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas.common.padding import pad_axis
-from kernels_pallas.softmax_attention import tiles, xla
+from kernels_pallas.softmax_attention import paging, tiles, xla
 from kernels_pallas.softmax_attention.options import Config, Rows
 
 __all__ = ['Sides', 'backward', 'sum_tiles']
@@ -208,6 +208,7 @@ def backward(
   """
   groups, wide = k.shape[2], jnp.promote_types(q.dtype, jnp.float32)
   plan = xla.make_plan(config, rows, q.shape[1], k.shape[1])
+  k, v = paging.existing(k, v, rows)
   if table is not None:
     k = tiles.rotate(k, table[:, :, None])
 

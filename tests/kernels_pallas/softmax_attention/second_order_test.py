@@ -200,6 +200,22 @@ def test_tiles_of_other_segments_are_not_computed():
     assert x[:, :32].any()
 
 
+@pytest.mark.parametrize(
+  'path', ['xla', pytest.param('interpret_gpu', marks=SLOWLY)]
+)
+def test_what_lies_beyond_the_end_may_be_anything(path):
+  shape = problems.Shape(2, 19, 41, 2, 1, 16, 16)
+  q, k, v = (jnp.asarray(x, jnp.float32) for x in problems.operands(shape))
+  options = {'lengths': np.array([7, 41], np.int32)}
+  beyond = (np.arange(41) >= options['lengths'][:, None])[..., None, None]
+  call = lambda k, v: derive((q, k, v), options, implementation=path)
+  want = call(k, v)
+  got = call(*(jnp.where(beyond, jnp.nan, x) for x in (k, v)))
+  for a, b in zip(got, want, strict=True):
+    assert b.any()
+    np.testing.assert_array_equal(a, b)
+
+
 def test_memory_does_not_grow_with_the_square():
   """Of a Hessian-vector product; one head's logits would take 268 MB."""
   queries = 8192

@@ -6,7 +6,20 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 
-__all__ = ['launch']
+__all__ = ['in_32_bits', 'launch']
+
+
+def in_32_bits(call: Callable[..., Any]) -> Callable[..., Any]:
+  """A `pallas_call` whose body and index maps are traced without x64.
+
+  The compilers of kernels want 32 bits, also of Python's numbers.
+  """
+
+  def run(*args):
+    with jax.enable_x64(False):
+      return call(*args)
+
+  return run
 
 
 def launch(
@@ -64,4 +77,4 @@ def launch(
   call = pl.pallas_call(
     kernel, out_shape=[shape for shape, _ in outputs], **how, **options
   )
-  return call(*prefetched, *given)
+  return in_32_bits(call)(*prefetched, *given)

@@ -22,6 +22,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas.common.calls import in_32_bits
 from kernels_pallas.common.padding import pad_axis
 from kernels_pallas.graph.patch_graph import PatchGraph
 from kernels_pallas.graph.reference import transpose
@@ -198,7 +199,7 @@ def _sum(
   rates = eight(pad_axis(jnp.concatenate(gates).astype(f32), 1, wide))
   at_row = lambda t: pl.BlockSpec((t.shape[0], TILE), lambda p, r, c: (0, r[p]))
   rows = pl.BlockSpec((TILE, wide), lambda p, r, c: (r[p], 0))
-  y = pl.pallas_call(
+  call = pl.pallas_call(
     functools.partial(_body, slots=slots),
     out_shape=jax.ShapeDtypeStruct((nodes, wide), x.dtype),
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -223,7 +224,8 @@ def _sum(
     ),
     interpret=interpret,
     name='block_sparse_sum',
-  )(graph.row, graph.column, nbr, table, left, rates, x, x)
+  )
+  y = in_32_bits(call)(graph.row, graph.column, nbr, table, left, rates, x, x)
   return y[:, :features]
 
 

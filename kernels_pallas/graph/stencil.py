@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas.common.calls import in_32_bits
 from kernels_pallas.common.padding import pad_axis, round_up
 from kernels_pallas.graph.patch_graph import PatchGraph
 from kernels_pallas.graph.raster import DIRECTIONS, RasterGraph, shift
@@ -164,7 +165,7 @@ def _sum(
     kernel = body
   else:
     kernel = lambda x, mask, table, *rest: body(x, mask, table, None, *rest)
-  y = pl.pallas_call(
+  call = pl.pallas_call(
     kernel,
     out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
     grid=(batch, plan.n + 1),
@@ -183,7 +184,8 @@ def _sum(
     ),
     interpret=interpret,
     name=f'stencil_{kind}',
-  )(*operands)
+  )
+  y = in_32_bits(call)(*operands)
   return y[..., : shape[-1]].reshape(shape)
 
 

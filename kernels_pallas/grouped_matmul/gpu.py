@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from kernels_pallas.common.calls import in_32_bits
 from kernels_pallas.common.numerics import dot, promote_dtypes
 
 __all__ = ['block_gmm', 'block_tgmm']
@@ -92,7 +93,7 @@ def block_gmm(
     interpret=interpret,
     name='block_gmm',
   )
-  return call(groups, lhs, rhs)[:, :columns]
+  return in_32_bits(call)(groups, lhs, rhs)[:, :columns]
 
 
 def _tgmm_body(bounds, lhs, rhs, out, *, block):
@@ -140,4 +141,4 @@ def block_tgmm(
     interpret=interpret,
     name='block_tgmm',
   )
-  return call(bounds, lhs, rhs)[:, : shape[1], : shape[2]]
+  return in_32_bits(call)(bounds, lhs, rhs)[:, : shape[1], : shape[2]]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas.common.calls import in_32_bits
 from kernels_pallas.common.numerics import precision, promote_dtypes
 
 __all__ = ['block_gmm', 'block_tgmm']
@@ -114,7 +115,7 @@ def block_gmm(
     interpret=interpret,
     name='block_gmm',
   )
-  return call(groups, lhs, rhs)[:, :columns]
+  return in_32_bits(call)(groups, lhs, rhs)[:, :columns]
 
 
 def _tgmm_body(groups, lhs, rhs, out, total):
@@ -185,4 +186,4 @@ def block_tgmm(
     interpret=interpret,
     name='block_tgmm',
   )
-  return call(groups, lhs, rhs)[:, : shape[1], : shape[2]]
+  return in_32_bits(call)(groups, lhs, rhs)[:, : shape[1], : shape[2]]

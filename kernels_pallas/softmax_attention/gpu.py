@@ -64,7 +64,8 @@ def _places(plan: Plan, refs: Operands, rows: Any, j: Any) -> Any:
   """Where the keys `rows`, those of tile j, lie in `refs.k` and `refs.v`."""
   if not plan.page:
     return rows
-  page, place = divide(j * plan.s + jnp.arange(plan.s), plan.page)
+  index = j * plan.s + jnp.arange(plan.s, dtype=jnp.int32)
+  page, place = divide(index, plan.page)
   return refs.pages[page] * plan.page + place
 
 

@@ -95,6 +95,13 @@ def test_pages_equal_keys_in_order(path, case):
   check(path, shape, page, names)
 
 
+@pytest.mark.parametrize('path', PATHS)
+def test_pages_where_integers_are_wide(path):
+  shape, page, names = CASES['decode']
+  with jax.enable_x64(True):
+    check(path, shape, page, names)
+
+
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(

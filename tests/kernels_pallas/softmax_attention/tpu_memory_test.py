@@ -49,3 +49,30 @@ def test_every_kernel_reads_only_what_was_written():
   assert not interpret_pallas_call.races.races_found
   for a, b in zip((dq, dk, dv, db.sum(1)), want, strict=True):
     np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_pages_are_read_where_they_lie():
+  shape = problems.Shape(2, 150, 320, 2, 1, 128, 128)
+  q, k, v = (jnp.asarray(x, jnp.float32) for x in problems.operands(shape))
+  rng = np.random.default_rng(0)
+  table = jnp.asarray(rng.permutation(23)[:20].reshape(2, 10), jnp.int32)
+  lengths = jnp.array([300, 40])
+  here = (jnp.arange(320)[None] < lengths[:, None])[:, :, None, None]
+
+  def pool(x):
+    x = jnp.where(here, x, jnp.nan).reshape(2, 10, 32, 1, 128)
+    return jnp.full((23, 32, 1, 128), jnp.nan).at[table].set(x)
+
+  watched = pltpu.InterpretParams(
+    detect_races=True, uninitialized_memory='nan', num_cores_or_threads=2
+  )
+  config = Config(0.1, causal=True, offset=170, blocks=Blocks(128, 128))
+  want = reference.forward(config, q, k, v, None, None, Rows(lengths=lengths))
+  rows = Rows(lengths=lengths, pages=table)
+  got = tpu.forward(
+    config, q, pool(k), pool(v), None, None, rows, interpret=watched
+  )
+  assert not interpret_pallas_call.races.races_found
+  for a, b in zip(got, want, strict=True):
+    np.testing.assert_allclose(a, b, atol=1e-5)
